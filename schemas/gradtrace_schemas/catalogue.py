@@ -1,0 +1,30 @@
+"""All tables, and the history of the schema: one line per version."""
+
+from gradtrace_schemas.groups import BUCKETS, GROUPS, RANKS
+from gradtrace_schemas.modules import INPUTS, MODULE_CALLS, STAGE_EVENTS
+from gradtrace_schemas.nodes import BACKWARD_PASSES, FAILURES, NODE_EVENTS, NODE_TENSORS
+from gradtrace_schemas.steps import GRADIENTS, OPTIMIZER_GROUPS, PARAMETERS, STEPS
+from gradtrace_schemas.table import Table
+
+# 1  the first: all tables below.
+SCHEMA_VERSION = 1
+
+# The order is that of a step; the position of a table is the kind of its journal records, so append only.
+ALL_TABLES: tuple[Table, ...] = (
+    STEPS,
+    INPUTS,
+    PARAMETERS,
+    OPTIMIZER_GROUPS,
+    MODULE_CALLS,
+    BACKWARD_PASSES,
+    NODE_EVENTS,
+    NODE_TENSORS,
+    GRADIENTS,
+    BUCKETS,
+    STAGE_EVENTS,
+    GROUPS,
+    FAILURES,
+    RANKS,
+)
+
+TABLES: dict[str, Table] = {table.name: table for table in ALL_TABLES}

@@ -1,0 +1,88 @@
+"""Tables of what connects ranks: process groups, DDP buckets, and the ranks themselves."""
+
+from gradtrace_schemas.table import (
+    ATTEMPT,
+    BACKWARD_INDEX,
+    BOOL,
+    IDENTITY,
+    INT32,
+    INT64,
+    MICROBATCH,
+    RANK,
+    RECORD_INDEX,
+    STRING,
+    STRINGS,
+    Column,
+    SummaryColumns,
+    Table,
+)
+
+BUCKETS = Table(
+    name="buckets",
+    version=1,
+    doc="One row per DDP gradient bucket of a backward pass.",
+    key=("attempt", "rank", "step", "backward_index", "bucket_index"),
+    entries=(
+        *IDENTITY,
+        MICROBATCH,
+        BACKWARD_INDEX,
+        RECORD_INDEX,
+        Column("bucket_index", INT32, "DDP's own number; buckets are rebuilt after the first pass."),
+        Column("is_last", BOOL, "Whether DDP calls it the last of the pass."),
+        Column("hook_name", STRING, "The communication hook that reduced it.", True),
+        Column("group", STRING, "Name of the process group.", True),
+        Column("parameter_fqns", STRINGS, "Its parameters, in buffer order."),
+        Column("size_bytes", INT64, "Size of the flat buffer."),
+        Column("ready_ns", INT64, "Its first gradient was ready.", True),
+        Column("launched_ns", INT64, "Its hook was called."),
+        Column("done_ns", INT64, "Its future was done; null when that was never seen.", True),
+        SummaryColumns("before_", "The buffer that went into the reduction"),
+        SummaryColumns("after_", "The buffer that came out of it"),
+    ),
+)
+
+GROUPS = Table(
+    name="groups",
+    version=1,
+    doc="One row per process group that a rank belongs to.",
+    key=("attempt", "rank", "name"),
+    entries=(
+        *IDENTITY,
+        MICROBATCH,
+        RECORD_INDEX,
+        Column("name", STRING, "c10d's name of the group."),
+        Column("ranks", STRING, "Global ranks, as a JSON list."),
+        Column("backend", STRING, "Backend.", True),
+        Column("role", STRING, "`dp`, `tp` or `pp`, where it is known.", True),
+    ),
+)
+
+RANKS = Table(
+    name="ranks",
+    version=1,
+    doc="One row per rank's recording.",
+    key=("attempt", "rank"),
+    journalled=False,
+    entries=(
+        ATTEMPT,
+        RANK,
+        Column("world_size", INT32, "Ranks of the job."),
+        Column("local_rank", INT32, "Rank within the host.", True),
+        Column("host", STRING, "Name of the host."),
+        Column("pid", INT64, "Process."),
+        Column("device", STRING, "Device type of the job's first root module.", True),
+        Column("versions", STRING, "Versions of Python, torch, gradtrace, as JSON."),
+        Column("settings", STRING, "The recorder's settings, as JSON."),
+        Column("environment", STRING, "Variables and switches that change numbers, as JSON."),
+        Column("command", STRING, "Command line, as a JSON list."),
+        Column("complete", BOOL, "Whether the recording was closed by the rank itself."),
+        Column("last_step", INT32, "Last step that it recorded anything of.", True),
+        Column("recorded", STRING, "Rows recorded, by table, as JSON."),
+        Column("dropped", STRING, "Rows dropped, by reason, as JSON."),
+        Column("unsummarised", STRING, "Tensors without a summary, by reason, as JSON."),
+        Column("problems", STRING, "What went wrong inside the recorder, as a JSON list."),
+        Column("wall_start_ns", INT64, "Wall clock (Unix) at the recording's time 0."),
+        Column("wall_end_ns", INT64, "Wall clock at its end.", True),
+        Column("monotonic_start_ns", INT64, "Host's monotonic clock at the recording's time 0."),
+    ),
+)

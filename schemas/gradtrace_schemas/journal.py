@@ -1,0 +1,273 @@
+"""The binary records of the journal: dtypes, header, how to walk them.
+
+A journal is one file:
+
+    header (4 KiB) | what is running, per thread | strings | half 0 of the records | half 1
+
+Every record has the same size. Its first word is its number, from 1, written last; its last word is the same
+number, written first: a record whose two words differ was being written when the process died. A record's
+place is (number - 1) modulo the count of places, so numbers tell which of them are new. The header's
+`drained` says up to which record everything lies in parts.
+
+A record's fields follow from its table's columns, so a new table needs no code here: text is the number of a
+string, null is the least integer (of strings the largest, of booleans 255, of floats one certain NaN).
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from gradtrace_schemas.catalogue import ALL_TABLES
+from gradtrace_schemas.table import SHAPE, SKETCH_LANES, STRING, STRINGS, Column, Table
+
+MAGIC = b"GRADTRCE"
+FORMAT_VERSION = 1
+HEADER_BYTES = 4096
+
+NULL_STRING = 2**32 - 1
+NULL_INT32 = -(2**31)
+NULL_INT64 = -(2**63)
+NULL_BOOL = 255
+# A NaN that no computation gives: a loss may be NaN, and that is not null.
+NULL_FLOAT_BITS = 0x7FF8_6E75_6C6C_0000
+NULL_FLOAT: float = struct.unpack("<d", struct.pack("<q", NULL_FLOAT_BITS))[0]
+MAX_DIMENSIONS = 8
+
+HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("format_version", "<u4"),
+        ("schema_version", "<u4"),
+        ("record_bytes", "<u4"),
+        ("half_records", "<u4"),
+        ("running_offset", "<u8"),
+        ("strings_offset", "<u8"),
+        ("strings_bytes", "<u8"),
+        ("records_offset", "<u8"),
+        ("pid", "<i8"),
+        ("rank", "<i4"),
+        ("attempt", "<i4"),
+        ("wall_start_ns", "<i8"),
+        ("monotonic_start_ns", "<i8"),
+        ("drained", "<u8"),
+        ("strings_used", "<u8"),
+        ("dropped", "<u8"),
+    ]
+)
+
+RECORD_HEAD = np.dtype(
+    [
+        ("number", "<u8"),
+        ("kind", "<u2"),
+        ("step", "<i4"),
+        ("microbatch", "<i4"),
+        ("backward_index", "<i4"),
+    ]
+)
+
+SUMMARY = np.dtype(
+    [
+        ("numel", "<i8"),
+        ("norm", "<f8"),
+        ("abs_max", "<f8"),
+        ("sum", "<f8"),
+        ("nan_count", "<i8"),
+        ("inf_count", "<i8"),
+        ("fingerprint", "<i8"),
+        ("sketch", "<f4", (SKETCH_LANES,)),
+        ("dtype", "<u4"),
+        ("state", "u1"),
+    ]
+)
+
+_HEAD_COLUMNS = {"step", "microbatch", "backward_index", "record_index", "attempt", "rank"}
+
+THREAD_SLOTS, THREAD_DEPTH = 16, 31
+RUNNING = np.dtype(
+    [
+        ("node_name", "<u4"),
+        ("module_fqn", "<u4"),
+        ("root", "<i4"),
+        ("call_index", "<i4"),
+        ("step", "<i4"),
+        ("microbatch", "<i4"),
+        ("backward_index", "<i4"),
+        ("event_index", "<i4"),
+        ("phase", "<u4"),
+        ("parameter_fqn", "<u4"),
+        ("autograd_seq", "<i8"),
+        ("start_ns", "<i8"),
+        ("stage_index", "<i4"),
+        ("spare", "<i4"),
+    ]
+)
+THREAD = np.dtype([("thread", "<i8"), ("depth", "<i8"), ("entries", RUNNING, (THREAD_DEPTH,))])
+
+
+def _field(column: Column) -> tuple[Any, ...]:
+    if column.type in (STRING, STRINGS):
+        return (column.name, "<u4")
+    if column.type == SHAPE:
+        return (column.name, [("ndim", "u1"), ("sizes", "<i8", (MAX_DIMENSIONS,))])
+    if pa.types.is_boolean(column.type):
+        return (column.name, "u1")
+    return (column.name, np.dtype(column.type.to_pandas_dtype()).newbyteorder("<"))
+
+
+def plain_fields(table: Table) -> tuple[Column, ...]:
+    """The columns of a table that its record holds besides the record's head, in order."""
+    return tuple(c for c in table.plain_columns if c.name not in _HEAD_COLUMNS)
+
+
+@functools.cache
+def record_dtype(table: Table) -> np.dtype[Any]:
+    """The record of a table: head, plain columns, summaries. The closing number comes after padding."""
+    head = [(name, RECORD_HEAD[name]) for name in RECORD_HEAD.names or ()]
+    plain = [_field(column) for column in plain_fields(table)]
+    return np.dtype([*head, *plain, *((s.prefix + "summary", SUMMARY) for s in table.summaries)])
+
+
+def struct_format(dtype: np.dtype[Any]) -> str:
+    """The same layout for `struct`, without the byte order's mark."""
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return struct_format(base) * int(np.prod(shape))
+    if dtype.names is not None:
+        return "".join(struct_format(dtype[name]) for name in dtype.names)
+    codes = {"u1": "B", "u2": "H", "u4": "I", "u8": "Q", "i4": "i", "i8": "q", "f4": "f", "f8": "d"}
+    return codes[dtype.str[1:]]
+
+
+def record_struct(table: Table) -> struct.Struct:
+    """Packs a record without its first and its last word: kind, step, microbatch, backward_index, ..."""
+    whole = struct.Struct("<" + struct_format(record_dtype(table))[1:])
+    assert whole.size == record_dtype(table).itemsize - 8
+    return whole
+
+
+JOURNAL_TABLES = tuple(table for table in ALL_TABLES if table.journalled)
+KINDS: dict[str, int] = {
+    table.name: kind for kind, table in enumerate(ALL_TABLES, 1) if table.journalled
+}
+RECORD_BYTES = -(-(max(record_dtype(t).itemsize for t in JOURNAL_TABLES) + 8) // 64) * 64
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a journal says: its header, its whole records in order, its strings, what was running.
+
+    `records` is uint8 of shape (n, record size), `numbers` and `kinds` have shape (n,).
+    """
+
+    header: dict[str, Any]
+    records: npt.NDArray[np.uint8]
+    numbers: npt.NDArray[np.uint64]
+    kinds: npt.NDArray[np.uint16]
+    strings: list[str]
+    running: npt.NDArray[Any]
+    torn_count: int
+
+    def of(self, table: Table, after: int = 0) -> npt.NDArray[Any]:
+        """The records of one table whose number is greater than `after`."""
+        return of_table(self.records, self.kinds, self.numbers, table, after)
+
+
+def of_table(
+    records: npt.NDArray[np.uint8],
+    kinds: npt.NDArray[np.uint16],
+    numbers: npt.NDArray[np.uint64],
+    table: Table,
+    after: int = 0,
+) -> npt.NDArray[Any]:
+    """The records of one table, as an array of its dtype."""
+    chosen = records[(kinds == KINDS[table.name]) & (numbers > np.uint64(after))]
+    dtype = record_dtype(table)
+    return np.ascontiguousarray(chosen[:, : dtype.itemsize]).view(dtype).reshape(-1)
+
+
+def heads(records: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint16]]:
+    """(numbers, kinds) of raw records of shape (n, RECORD_BYTES)."""
+    head = np.ascontiguousarray(records[:, : RECORD_HEAD.itemsize]).view(RECORD_HEAD).reshape(-1)
+    return head["number"].copy(), head["kind"].copy()
+
+
+class UnreadableJournal(ValueError):
+    """The file is no journal that this version reads; its text says why."""
+
+
+def read_journal(data: bytes) -> Contents:
+    """All that can be told from a journal's bytes, of which the end may be missing.
+
+    Raises UnreadableJournal where the header itself is not whole or of another format.
+    """
+    if len(data) < HEADER.itemsize:
+        raise UnreadableJournal(
+            f"the journal has {len(data)} bytes, fewer than its header of {HEADER.itemsize}"
+        )
+    raw = np.frombuffer(data, HEADER, 1)[0]
+    header = {name: raw[name].item() for name in HEADER.names or ()}
+    if header["magic"] != MAGIC:
+        raise UnreadableJournal("the file does not begin as a journal does")
+    if header["format_version"] != FORMAT_VERSION or header["record_bytes"] != RECORD_BYTES:
+        raise UnreadableJournal(
+            f"the journal has format {header['format_version']} with records of "
+            f"{header['record_bytes']} bytes, this version reads {FORMAT_VERSION} with {RECORD_BYTES}"
+        )
+    strings = _strings(data, header)
+    places = 2 * header["half_records"]
+    start = header["records_offset"]
+    whole = max(0, min(places, (len(data) - start) // RECORD_BYTES))
+    records = np.frombuffer(data, np.uint8, whole * RECORD_BYTES, start if whole else 0)
+    records = records.reshape(-1, RECORD_BYTES)
+    numbers, kinds = heads(records)
+    closing = np.ascontiguousarray(records[:, -8:]).view("<u8").reshape(-1)
+    written = numbers > header["drained"]
+    right_place = (numbers - np.uint64(1)) % np.uint64(max(1, places)) == np.arange(
+        whole, dtype=np.uint64
+    )
+    known = np.isin(kinds, list(KINDS.values()))
+    valid = written & (numbers == closing) & right_place & known
+    order = np.argsort(numbers[valid], kind="stable")
+    return Contents(
+        header=header,
+        records=records[valid][order],
+        numbers=numbers[valid][order],
+        kinds=kinds[valid][order],
+        strings=strings,
+        running=_running(data, header),
+        torn_count=int((~valid & ((closing > header["drained"]) | written)).sum()),
+    )
+
+
+def _strings(data: bytes, header: dict[str, Any]) -> list[str]:
+    start = header["strings_offset"]
+    end = min(len(data), start + min(header["strings_used"], header["strings_bytes"]))
+    found: list[str] = []
+    at = start
+    while at + 4 <= end:
+        (length,) = struct.unpack_from("<I", data, at)
+        if at + 4 + length > end:
+            break
+        found.append(data[at + 4 : at + 4 + length].decode("utf-8", "replace"))
+        at += 4 + length
+    return found
+
+
+def _running(data: bytes, header: dict[str, Any]) -> npt.NDArray[Any]:
+    start = header["running_offset"]
+    if len(data) < start + THREAD_SLOTS * THREAD.itemsize:
+        return np.zeros(0, THREAD)
+    return np.frombuffer(data, THREAD, THREAD_SLOTS, start)
+
+
+def text_of(strings: Sequence[str], number: int) -> str | None:
+    """The string of that number, None for null or for one that is not there."""
+    return strings[number] if number < len(strings) else None

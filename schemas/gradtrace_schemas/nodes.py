@@ -1,0 +1,146 @@
+"""Tables of the backward pass: calls into the engine, the Nodes that ran, their single gradients."""
+
+from gradtrace_schemas.table import (
+    BACKWARD_INDEX,
+    BOOL,
+    CALL_INDEX,
+    END_NS,
+    FLOAT,
+    IDENTITY,
+    INT32,
+    INT64,
+    MICROBATCH,
+    MODULE_FQN,
+    NODE_SKETCH_LANES,
+    RECORD_INDEX,
+    ROOT,
+    SHAPE,
+    START_NS,
+    STRING,
+    Column,
+    SummaryColumns,
+    Table,
+    nullable,
+)
+
+_PASS_KEY = ("attempt", "rank", "step", "backward_index")
+
+BACKWARD_PASSES = Table(
+    name="backward_passes",
+    version=1,
+    doc="One row per call into the autograd engine: `backward()`, `autograd.grad`, however it is made.",
+    key=_PASS_KEY,
+    entries=(
+        *IDENTITY,
+        MICROBATCH,
+        BACKWARD_INDEX,
+        RECORD_INDEX,
+        Column(
+            "parent_backward_index",
+            INT32,
+            "The pass inside whose Node this one was called (reentrant checkpointing).",
+            nullable=True,
+        ),
+        Column("kind", STRING, "`backward` (accumulates into leaves) or `grad` (returns gradients)."),
+        Column("root_node_name", STRING, "Node of the first tensor that it starts from.", True),
+        Column("loss", FLOAT, "Value of the first tensor when it is a CPU scalar.", True),
+        Column("node_count", INT32, "Nodes of the graph that were watched."),
+        Column("unattributed_count", INT32, "Nodes whose module could not be told."),
+        START_NS,
+        END_NS,
+        Column("device_ns", INT64, "Time on the device, where events were recorded.", True),
+        Column("error", STRING, "Type and text of the exception that left it.", True),
+    ),
+)
+
+NODE_EVENTS = Table(
+    name="node_events",
+    version=1,
+    doc="One row per autograd Node that ran in a backward pass.",
+    key=(*_PASS_KEY, "event_index"),
+    entries=(
+        *IDENTITY,
+        MICROBATCH,
+        BACKWARD_INDEX,
+        Column("event_index", INT32, "Order of start within the backward pass, from 0, no gaps."),
+        RECORD_INDEX,
+        Column(
+            "autograd_seq",
+            INT64,
+            "Autograd's own number of the Node, counted per thread as forward creates it.",
+            nullable=True,
+        ),
+        Column("node_name", STRING, "Class of the Node: `AddmmBackward0`."),
+        nullable(ROOT, "Root of the module that made the Node; null where it cannot be told."),
+        nullable(
+            MODULE_FQN,
+            "Module that made the Node (innermost call); for AccumulateGrad the parameter's owner. "
+            "Null outside any module, and where it cannot be told.",
+        ),
+        nullable(CALL_INDEX, "Which call of that module made it."),
+        Column(
+            "occurrence",
+            INT32,
+            "Among the Nodes of this name from one module call, in order of creation, from 0.",
+        ),
+        Column("parameter_fqn", STRING, "Parameter, when the Node accumulates one.", True),
+        Column("phase", STRING, "`backward`, `grad`, `input` or `weight`."),
+        Column("stage_index", INT32, "Pipeline stage.", True),
+        Column("thread", INT64, "Identifier of the thread that ran it.", encoding="dictionary"),
+        START_NS,
+        END_NS,
+        Column("grad_output_count", INT32, "Gradients that came in, not counting None."),
+        Column("grad_input_count", INT32, "Gradients that went out, not counting None."),
+        SummaryColumns("grad_output_", "All gradients that came in, combined", NODE_SKETCH_LANES),
+        SummaryColumns("grad_input_", "All gradients that went out, combined", NODE_SKETCH_LANES),
+        Column("outcome", STRING, "`ok`, `failed` (an exception left it) or `running`."),
+        Column(
+            "grad_output_mutated",
+            BOOL,
+            "A Node defined in Python changed what came in; null where it was not watched for.",
+            nullable=True,
+        ),
+        Column("replay_equal", BOOL, "Run again with the same input, it gave the same bits.", True),
+    ),
+)
+
+NODE_TENSORS = Table(
+    name="node_tensors",
+    version=1,
+    doc="One row per gradient into or out of a Node that has several.",
+    key=(*_PASS_KEY, "event_index", "direction", "position"),
+    entries=(
+        *IDENTITY,
+        MICROBATCH,
+        BACKWARD_INDEX,
+        Column("event_index", INT32, "The Node's row in `node_events`."),
+        RECORD_INDEX,
+        Column("direction", STRING, "`grad_output` (came in) or `grad_input` (went out)."),
+        Column("position", INT32, "Position among the Node's outputs or inputs."),
+        Column("shape", SHAPE, "Sizes, at most the first eight.", True),
+        SummaryColumns("", "The gradient"),
+    ),
+)
+
+FAILURES = Table(
+    name="failures",
+    version=1,
+    doc="One row per exception that left a backward pass.",
+    key=_PASS_KEY,
+    entries=(
+        *IDENTITY,
+        MICROBATCH,
+        BACKWARD_INDEX,
+        RECORD_INDEX,
+        Column("event_index", INT32, "The Node that was running, in `node_events`.", True),
+        Column("node_name", STRING, "Class of the Node that was running.", True),
+        nullable(ROOT, "Root of the module that made that Node."),
+        nullable(MODULE_FQN, "Module that made that Node."),
+        nullable(CALL_INDEX, "Which call of that module made it."),
+        Column("stage_index", INT32, "Pipeline stage.", True),
+        Column("exception_type", STRING, "Class of the exception."),
+        Column("exception_text", STRING, "Its text, at most 4,000 characters."),
+        Column("traceback", STRING, "Its traceback, at most 16,000 characters.", True),
+        Column("time_ns", INT64, "When it left the engine, on the recording's clock."),
+    ),
+)
