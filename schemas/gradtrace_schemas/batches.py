@@ -52,7 +52,7 @@ def arrow_table(
         elif entry.name == "attempt":
             arrays["attempt"] = pa.array(np.full(len(records), attempt, np.int32))
         elif entry.name == "record_index":
-            arrays["record_index"] = pa.array(records["number"].astype(np.int64))
+            arrays["record_index"] = pa.array(records["record_number"].astype(np.int64))
         elif entry.name != "rank":
             arrays[entry.name] = _plain_array(entry, records[entry.name], strings)
     made = pa.table(

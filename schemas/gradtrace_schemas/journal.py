@@ -65,8 +65,8 @@ HEADER = np.dtype(
 
 RECORD_HEAD = np.dtype(
     [
-        ("number", "<u8"),
-        ("kind", "<u2"),
+        ("record_number", "<u8"),
+        ("record_kind", "<u2"),
         ("step", "<i4"),
         ("microbatch", "<i4"),
         ("backward_index", "<i4"),
@@ -196,7 +196,7 @@ def of_table(
 def heads(records: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint16]]:
     """(numbers, kinds) of raw records of shape (n, RECORD_BYTES)."""
     head = np.ascontiguousarray(records[:, : RECORD_HEAD.itemsize]).view(RECORD_HEAD).reshape(-1)
-    return head["number"].copy(), head["kind"].copy()
+    return head["record_number"].copy(), head["record_kind"].copy()
 
 
 class UnreadableJournal(ValueError):
