@@ -1,0 +1,1 @@
+"""Reads what gradtrace recorded, anywhere, without torch, and answers questions about it."""

@@ -1,0 +1,31 @@
+"""What a person can be told, each with its exit code: one sentence, no traceback.
+
+A text says which thing, what about it, and what would help. Anything else that is raised is a bug of ours.
+"""
+
+
+class GradtraceError(Exception):
+    """Something the person who called us can understand and mend."""
+
+    exit_code = 2
+    """0 is same, 1 is different, 2 is cannot tell."""
+
+
+class NotARun(GradtraceError):
+    """The path is no run's directory."""
+
+
+class NoSuchAttempt(GradtraceError):
+    """The run holds other attempts than the one asked for."""
+
+
+class NewerSchema(GradtraceError):
+    """A newer gradtrace wrote the run."""
+
+
+class IncompleteRun(GradtraceError):
+    """The run lacks what the question needs."""
+
+
+class BadQuery(GradtraceError):
+    """The SQL of a person is refused, or cannot be answered."""

@@ -1,0 +1,108 @@
+"""The Parquet parts of a run: which there are, and which of them are whole.
+
+A part is renamed into place when it is complete, so one that is cut off was damaged later: by a full disk,
+a copy that stopped, a power failure. It is left out and named; every other row is still answered.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pyarrow.parquet as pq
+
+from gradtrace_schemas import ALL_TABLES, layout
+
+_MAGIC = b"PAR1"
+_LEAST_BYTES = 12  # magic, an empty footer, its length, magic
+
+
+@dataclass(frozen=True)
+class Part:
+    """One Parquet file of a table, by its absolute path."""
+
+    table: str
+    rank: int
+    attempt: int
+    number: int
+    path: str
+    size_bytes: int
+
+    @property
+    def short_name(self) -> str:
+        """`steps/rank=00003/part-0-1.parquet`."""
+        return f"{self.table}/{layout.rank_name(self.rank)}/{os.path.basename(self.path)}"
+
+
+@dataclass(frozen=True)
+class DamagedPart:
+    """A part that no Parquet reader would open, and what is wrong with it."""
+
+    part: Part
+    why: str
+
+
+def found_parts(run: str) -> list[Part | DamagedPart]:
+    """All parts under a run's absolute path, by table, rank and number. Opens each for its two ends.
+
+    10,000 parts take about a tenth of a second.
+    """
+    found: list[Part | DamagedPart] = []
+    for table in ALL_TABLES:
+        folder = os.path.join(run, table.name)
+        for rank_folder in _names(folder):
+            rank = layout.rank_of_folder(rank_folder)
+            if rank is None:
+                continue
+            inside = os.path.join(folder, rank_folder)
+            numbered = sorted(
+                (numbers, name)
+                for name in _names(inside)
+                if (numbers := layout.attempt_and_number(name)) is not None
+            )
+            for (attempt, number), name in numbered:
+                found.append(
+                    _checked(table.name, rank, attempt, number, os.path.join(inside, name))
+                )
+    return found
+
+
+def last_record(parts: Iterable[Part]) -> int:
+    """The newest journal record that lies in one of these parts, 0 where none says so.
+
+    Reads each part's footer. Raises pyarrow.ArrowInvalid for one that holds no metadata.
+    """
+    newest = 0
+    for part in parts:
+        metadata = pq.read_metadata(part.path).metadata or {}
+        newest = max(newest, int(metadata.get(layout.PART_LAST_RECORD, 0)))
+    return newest
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _checked(table: str, rank: int, attempt: int, number: int, path: str) -> Part | DamagedPart:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            part = Part(table, rank, attempt, number, path, size)
+            if size < _LEAST_BYTES:
+                return DamagedPart(part, f"is cut off after {size} bytes")
+            head = file.read(4)
+            file.seek(-8, os.SEEK_END)
+            footer_bytes, tail = struct.unpack("<I4s", file.read(8))
+    except OSError as error:
+        part = Part(table, rank, attempt, number, path, 0)
+        return DamagedPart(part, f"cannot be read ({error.strerror or error})")
+    if tail != _MAGIC:
+        return DamagedPart(part, f"is cut off after {size} bytes")
+    if head != _MAGIC or not 0 < footer_bytes <= size - _LEAST_BYTES:
+        return DamagedPart(part, "is no whole Parquet file")
+    return part

@@ -1,0 +1,79 @@
+"""Records the backward passes of a PyTorch job. Importing this loads neither torch nor pyarrow.
+
+Usually nothing of this is called: GRADTRACE_DIR switches the recorder on in an unmodified job. A job may call
+these to start it by hand, or to tell it what it cannot see. All but `start` do nothing while nothing is armed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gradtrace_recorder.bootstrap import current_session, start_session, stop_session
+
+if TYPE_CHECKING:
+    import torch
+
+    from gradtrace_recorder.recording import Recording
+
+__version__ = "0.1.0"
+__all__ = ["microbatch", "note", "pause", "start", "step", "stop"]
+
+
+def start(directory: str, **settings: str | bool | int) -> None:
+    """Record into `directory` from the next event on.
+
+    Settings are named like the variables, in lower case and without GRADTRACE_: `detail="params"`.
+    Raises SettingsError (a ValueError) for one that cannot be read, RuntimeError where recording is on already.
+    """
+    from gradtrace_recorder.settings import settings_of
+
+    start_session(settings_of(directory, **settings))
+
+
+def stop() -> None:
+    """End the recording: everything is on disk when it returns, and no hook, patch or thread is left."""
+    stop_session()
+
+
+def step(number: int) -> None:
+    """From here on it is this step, until the next call. The rule that counts optimizer steps is off then."""
+    recording = _recording()
+    if recording is not None:
+        recording.timeline.set_step(number)
+
+
+def microbatch(index: int) -> None:
+    """From here to the step's end it is this microbatch, until the next call."""
+    recording = _recording()
+    if recording is not None:
+        recording.timeline.set_microbatch(index)
+
+
+def note(name: str, tensor: torch.Tensor) -> None:
+    """Record a tensor that is no argument of the root module, such as labels, in `inputs` under this name."""
+    recording = _recording()
+    if recording is not None and recording.timeline.is_recorded:
+        recording.rows.input(
+            None, recording.noted(name), name, tensor, recording.summariser.of(tensor)
+        )
+
+
+@contextlib.contextmanager
+def pause() -> Iterator[None]:
+    """Record nothing inside the block."""
+    recording = _recording()
+    if recording is None:
+        yield
+        return
+    before, recording.timeline.paused = recording.timeline.paused, True
+    try:
+        yield
+    finally:
+        recording.timeline.paused = before
+
+
+def _recording() -> Recording | None:
+    session = current_session()
+    return session.gate.enter() if session is not None else None

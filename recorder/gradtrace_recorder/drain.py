@@ -1,0 +1,98 @@
+"""One thread: journal records -> record batches -> Parquet parts. It sees files, and no torch."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradtrace_recorder.claim import Claim
+from gradtrace_recorder.guard import Problems
+from gradtrace_recorder.journal import JournalWriter
+from gradtrace_schemas import TABLES, layout
+from gradtrace_schemas.digests import Digests
+from gradtrace_schemas.journal import JOURNAL_TABLES, heads, of_table
+
+
+class Drain:
+    """Empties full halves of a journal while the job runs, and the rest at the end.
+
+    A part is renamed before the journal's records count as drained; it says up to which record it goes, so
+    a process killed in between leaves rows that are in both, and readers can tell.
+    """
+
+    def __init__(self, journal: JournalWriter, claim: Claim, problems: Problems) -> None:
+        self._journal = journal
+        self._claim = claim
+        self._problems = problems
+        self._digests = Digests()
+        self._next_part: collections.Counter[str] = collections.Counter()
+        self._ending = threading.Event()
+        self._failed = False
+        self._thread = threading.Thread(target=self._run, name="gradtrace-drain", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def finish(self, timeout: float) -> bool:
+        """Drain all that is left; whether that was done within `timeout` seconds."""
+        self._ending.set()
+        self._journal.half_is_full.set()
+        self._thread.join(timeout)
+        return not self._thread.is_alive() and not self._failed
+
+    def _run(self) -> None:
+        import pyarrow  # noqa: F401  # half a second that the job's thread is spared
+
+        while True:
+            self._journal.half_is_full.wait()
+            self._journal.half_is_full.clear()
+            ending = self._ending.is_set()
+            try:
+                self._drain(all_of_it=ending)
+            except Exception as error:
+                # The journal still holds what could not be written, and drops what comes after.
+                self._failed = True
+                self._problems.add(
+                    f"could not write what was recorded into {self._claim.run}: "
+                    f"{type(error).__name__}: {error}; the journal keeps what it has room for"
+                )
+                return
+            if ending:
+                return
+
+    def _drain(self, all_of_it: bool) -> None:
+        journal = self._journal
+        while True:
+            first = journal.drained + 1
+            end_of_half = ((first - 1) // journal.half_records + 1) * journal.half_records
+            last = min(end_of_half, journal.written)
+            if last < first or (last < end_of_half and not all_of_it):
+                return
+            self._write(journal.records(first, last), last)
+            journal.mark_drained(last)
+
+    def _write(self, records: npt.NDArray[np.uint8], last: int) -> None:
+        from gradtrace_schemas.batches import arrow_table, write_part
+
+        numbers, kinds = heads(records)
+        by_table: dict[str, npt.NDArray[Any]] = {
+            table.name: of_table(records, kinds, numbers, table) for table in JOURNAL_TABLES
+        }
+        self._digests.take(by_table, self._journal.texts)
+        claim = self._claim
+        for name, rows in by_table.items():
+            if not len(rows):
+                continue
+            table = TABLES[name]
+            path = layout.part_file(
+                claim.run, name, claim.rank, claim.attempt, self._next_part[name]
+            )
+            write_part(
+                path, table, arrow_table(table, rows, self._journal.texts, claim.attempt), last
+            )
+            self._next_part[name] += 1

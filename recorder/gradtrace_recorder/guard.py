@@ -1,0 +1,63 @@
+"""The wall between our failures and the job."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+
+class Problems:
+    """What went wrong inside the recorder: kept for the run, said once on stderr.
+
+    In strict mode (GRADTRACE_STRICT=1, for our own tests) a failure raises instead.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+        self.texts: list[str] = []
+
+    def add(self, text: str) -> None:
+        """Keep a problem and say it on stderr, unless the same was said before."""
+        if text not in self.texts:
+            self.texts.append(text)
+            say(text)
+
+
+class Guard:
+    """One source's share of the wall: its first failure closes that source, and nothing else.
+
+    Every callable that torch calls has the form
+
+        if not guard.is_open: return
+        try: ...
+        except Exception as error: guard.failed(error)
+
+    written out rather than wrapped, since a wrapper would be a call more for each Node. `Exception` and
+    not `BaseException`: Ctrl-C and SystemExit are the job's.
+    """
+
+    def __init__(self, source: str, problems: Problems) -> None:
+        self.source = source
+        self.is_open = True
+        self._problems = problems
+
+    def failed(self, error: Exception) -> None:
+        """Close the source because of our own error. Raises it again in strict mode."""
+        self.is_open = False
+        place = traceback.extract_tb(error.__traceback__)
+        where = f" at {place[-1].filename.rsplit('/', 1)[-1]}:{place[-1].lineno}" if place else ""
+        self._problems.add(
+            f"the recorder's {self.source} failed and records no more on this rank: "
+            f"{type(error).__name__}: {error}{where}"
+        )
+        if self._problems.strict:
+            raise error
+
+
+def say(text: str) -> None:
+    """One line on stderr. Never raises: a job's stderr may be closed."""
+    try:
+        sys.stderr.write(f"gradtrace: {text}\n")
+        sys.stderr.flush()
+    except Exception:
+        pass

@@ -1,0 +1,253 @@
+"""The memory-mapped journal: the only thing that a hook writes. When full it drops and counts.
+
+A record costs no system call, and what was written outlives SIGKILL, `os._exit` and a segfault, since it
+lies in the page cache. The layout is declared in `gradtrace_schemas.journal`.
+"""
+
+from __future__ import annotations
+
+import collections
+import mmap
+import os
+import struct
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from gradtrace_schemas import SCHEMA_VERSION
+from gradtrace_schemas.journal import (
+    FORMAT_VERSION,
+    HEADER,
+    HEADER_BYTES,
+    JOURNAL_TABLES,
+    KINDS,
+    MAGIC,
+    NULL_STRING,
+    RECORD_BYTES,
+    RUNNING,
+    THREAD,
+    THREAD_DEPTH,
+    THREAD_SLOTS,
+    record_struct,
+    struct_format,
+)
+
+HALF_RECORDS = 32_768
+STRINGS_BYTES = 8 << 20
+_MOST_TEXT_BYTES = 64 << 10
+
+_U64 = struct.Struct("<Q")
+_U32 = struct.Struct("<I")
+_RUNNING = struct.Struct("<" + struct_format(RUNNING))
+_THREAD_HEAD = 16
+
+
+class JournalWriter:
+    """One rank's journal, open for writing. Methods may be called on any thread.
+
+    Raises OSError when the file cannot be allocated: a full disk is an error here, not a SIGBUS later.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int,
+        attempt: int,
+        wall_start_ns: int,
+        monotonic_start_ns: int,
+        half_records: int = HALF_RECORDS,
+        strings_bytes: int = STRINGS_BYTES,
+    ) -> None:
+        self.path = path
+        self.half_records = half_records
+        self.half_is_full = threading.Event()
+        self.dropped: collections.Counter[str] = collections.Counter()
+        self.recorded: collections.Counter[str] = collections.Counter()
+        self.texts: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._running_offset = HEADER_BYTES
+        self._strings_offset = HEADER_BYTES + THREAD_SLOTS * THREAD.itemsize
+        self._strings_bytes = strings_bytes
+        self._strings_used = 0
+        page = mmap.PAGESIZE
+        self._records_offset = -(-(self._strings_offset + strings_bytes) // page) * page
+        size = self._records_offset + 2 * half_records * RECORD_BYTES
+        self._map = _allocated(path, size)
+        self._structs = {KINDS[t.name]: record_struct(t) for t in JOURNAL_TABLES}
+        self._names = {KINDS[t.name]: t.name for t in JOURNAL_TABLES}
+        self._places = 2 * half_records
+        self._written = 0
+        self._drained = 0
+        self._limit = self._places
+        self._next_half = half_records
+        self._lock = threading.Lock()
+        self._slots: dict[int, int] = {}
+        self._depths = [0] * THREAD_SLOTS
+        header = np.zeros((), HEADER)
+        header["format_version"] = FORMAT_VERSION
+        header["schema_version"] = SCHEMA_VERSION
+        header["record_bytes"] = RECORD_BYTES
+        header["half_records"] = half_records
+        header["running_offset"] = self._running_offset
+        header["strings_offset"] = self._strings_offset
+        header["strings_bytes"] = strings_bytes
+        header["records_offset"] = self._records_offset
+        header["pid"] = os.getpid()
+        header["rank"] = rank
+        header["attempt"] = attempt
+        header["wall_start_ns"] = wall_start_ns
+        header["monotonic_start_ns"] = monotonic_start_ns
+        self._map[: HEADER.itemsize] = header.tobytes()
+        self._map[: len(MAGIC)] = MAGIC
+        self._no_room = self.string("(a name that the journal had no room for)")
+
+    def append(self, kind: int, *values: float | int) -> None:
+        """Write one record: step, microbatch, backward_index, then the table's fields in order."""
+        with self._lock:
+            number = self._written + 1
+            if number > self._limit:
+                self._drop(kind)
+                return
+            offset = self._records_offset + ((number - 1) % self._places) * RECORD_BYTES
+            _U64.pack_into(self._map, offset + RECORD_BYTES - 8, number)
+            self._structs[kind].pack_into(self._map, offset + 8, kind, *values)
+            _U64.pack_into(self._map, offset, number)
+            self._written = number
+            self.recorded[self._names[kind]] += 1
+            if number == self._next_half:
+                self._next_half += self.half_records
+                self.half_is_full.set()
+
+    def string(self, text: str | None) -> int:
+        """The number of a text, which is written before its first use."""
+        if text is None:
+            return NULL_STRING
+        number = self._numbers.get(text)
+        return number if number is not None else self._add_string(text)
+
+    def push_running(self, thread: int, *entry: int) -> None:
+        """Note what the thread is about to run: the fields of RUNNING, without the spare one."""
+        slot = self._slots.get(thread)
+        if slot is None:
+            slot = self._new_slot(thread)
+            if slot is None:
+                return
+        depth = self._depths[slot]
+        self._depths[slot] = depth + 1
+        if depth < THREAD_DEPTH:
+            start = self._running_offset + slot * THREAD.itemsize
+            _RUNNING.pack_into(
+                self._map, start + _THREAD_HEAD + depth * RUNNING.itemsize, *entry, 0
+            )
+            _U64.pack_into(self._map, start + 8, depth + 1)
+
+    def pop_running(self, thread: int) -> None:
+        """The thread has finished what it noted last."""
+        slot = self._slots.get(thread)
+        if slot is None or not self._depths[slot]:
+            return
+        depth = self._depths[slot] - 1
+        self._depths[slot] = depth
+        if depth < THREAD_DEPTH:
+            _U64.pack_into(self._map, self._running_offset + slot * THREAD.itemsize + 8, depth)
+
+    @property
+    def written(self) -> int:
+        """Number of the newest record."""
+        return self._written
+
+    @property
+    def drained(self) -> int:
+        """Up to which record everything lies in parts."""
+        return self._drained
+
+    def records(self, first: int, last: int) -> npt.NDArray[np.uint8]:
+        """A view of records `first` to `last`, which lie in one half: uint8, (n, RECORD_BYTES).
+
+        It must be let go of before `close`. Called on the drain thread.
+        """
+        place = (first - 1) % self._places
+        count = last - first + 1
+        flat = np.frombuffer(
+            self._map, np.uint8, count * RECORD_BYTES, self._records_offset + place * RECORD_BYTES
+        )
+        return flat.reshape(count, RECORD_BYTES)
+
+    def mark_drained(self, last: int) -> None:
+        """All records up to `last` lie in parts: their half is free again."""
+        self._store("drained", last)
+        with self._lock:
+            self._drained = last
+            self._limit = (last // self.half_records) * self.half_records + self._places
+
+    def close(self, *, remove: bool) -> None:
+        """Unmap the file, and remove it when all of it lies in parts."""
+        with self._lock:
+            self._limit = -1
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # a view is still alive on a drain thread that did not end in time
+        if remove:
+            self.path.unlink(missing_ok=True)
+
+    def _drop(self, kind: int) -> None:
+        self.dropped[self._names[kind]] += 1
+        if self._limit >= 0:
+            self._store("dropped", sum(self.dropped.values()))
+
+    def _store(self, name: str, value: int) -> None:
+        assert HEADER.fields is not None
+        _U64.pack_into(self._map, HEADER.fields[name][1], value)
+
+    def _add_string(self, text: str) -> int:
+        data = text.encode("utf-8", "replace")
+        if len(data) > _MOST_TEXT_BYTES:
+            data = data[:_MOST_TEXT_BYTES].decode("utf-8", "ignore").encode()
+        with self._lock:
+            if text in self._numbers:
+                return self._numbers[text]
+            used = self._strings_used
+            if self._limit < 0 or used + 4 + len(data) > self._strings_bytes:
+                self.dropped["names"] += 1
+                return self._no_room
+            at = self._strings_offset + used
+            _U32.pack_into(self._map, at, len(data))
+            self._map[at + 4 : at + 4 + len(data)] = data
+            self._strings_used = used + 4 + len(data)
+            self._store("strings_used", self._strings_used)
+            self.texts.append(data.decode("utf-8", "replace"))
+            self._numbers[text] = len(self.texts) - 1
+            return len(self.texts) - 1
+
+    def _new_slot(self, thread: int) -> int | None:
+        with self._lock:
+            if len(self._slots) == THREAD_SLOTS:
+                # Threads come and go: the slot of one that runs nothing serves the next.
+                idle = [t for t, s in self._slots.items() if self._depths[s] == 0]
+                if not idle:
+                    return None
+                slot = self._slots.pop(idle[0])
+            else:
+                slot = len(self._slots)
+            self._slots[thread] = slot
+            struct.pack_into(
+                "<qQ", self._map, self._running_offset + slot * THREAD.itemsize, thread, 0
+            )
+            return slot
+
+
+def _allocated(path: Path, size: int) -> mmap.mmap:
+    """A new file of that size, all of it allocated, mapped."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        return mmap.mmap(descriptor, size)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)

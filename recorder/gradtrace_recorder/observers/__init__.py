@@ -1,0 +1,1 @@
+"""Ways to watch the Nodes of a graph: one behaviour."""

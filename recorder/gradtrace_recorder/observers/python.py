@@ -1,0 +1,440 @@
+"""The observer in Python: a prehook and a hook on each Node. It works everywhere, and is the reference.
+
+It attaches when the engine is entered, by a walk of the graph, and lets go when the engine returns. Time and
+"it is running" are noted before a Node, summaries after it: torch's own temporary prehooks may replace
+gradients after ours has run, and a hook's `grad_outputs` is what the Node really got.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
+
+from gradtrace_recorder.attribution import Frame
+from gradtrace_recorder.guard import Guard
+from gradtrace_recorder.naming import ParameterName
+from gradtrace_recorder.recording import Recording
+from gradtrace_recorder.rows import NODE_EVENTS
+from gradtrace_recorder.summaries.summariser import Summariser, shape_fields
+from gradtrace_recorder.summaries.values import FINGERPRINT, NOTHING, Packed, combined
+from gradtrace_schemas.journal import KINDS, NULL_BOOL, NULL_INT32, NULL_INT64, NULL_STRING
+
+_NODE_TENSORS = KINDS["node_tensors"]
+_NO_SEQUENCE_NUMBER = 2**64 - 1
+_graph_task = torch._C._current_graph_task_id
+_get_sequence_nr = torch.autograd._get_sequence_nr
+_get_ident = threading.get_ident
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+class PythonObserver:
+    """Attaches watches. Called on the thread that enters the engine."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def watch(
+        self, recording: Recording, roots: Sequence[Any], *, backward_index: int, phase: str
+    ) -> PassWatch:
+        """Watch every Node that can be reached from `roots`, until the watch is closed."""
+        watch = PassWatch(recording, self._guard, backward_index, phase)
+        if recording.settings.records("params"):
+            watch.attach(roots)
+        return watch
+
+
+class PassWatch:
+    """One backward pass under watch: its Nodes' hooks, the order in which they ran, what is running."""
+
+    def __init__(
+        self, recording: Recording, guard: Guard, backward_index: int, phase: str
+    ) -> None:
+        timeline, journal = recording.timeline, recording.journal
+        self.recording = recording
+        self.guard = guard
+        self.backward_index = backward_index
+        self.step = timeline.step
+        self.microbatch = timeline.microbatch
+        self.phase = journal.string(phase)
+        self.accumulates = phase != "grad"
+        self.ok = journal.string("ok")
+        self.failed = journal.string("failed")
+        self.incoming = journal.string("grad_output")
+        self.outgoing = journal.string("grad_input")
+        self.node_count = 0
+        self.unattributed_count = 0
+        self.indexes = itertools.count()
+        self.task: int | None = None
+        self.running: dict[int, NodeHooks] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self, roots: Sequence[Any]) -> None:
+        """Walk the graph (no recursion) and hook its Nodes."""
+        recording = self.recording
+        whole = recording.settings.records("nodes")
+        nodes, leaves = _reachable(roots)
+        self.node_count = len(nodes) + len(leaves)
+        for leaf in leaves if self.accumulates else ():  # autograd.grad never runs them
+            self._attach_leaf(leaf, whole)
+        if not whole:
+            return
+        occurrences: dict[tuple[int, str], int] = {}
+        strings = recording.journal.string
+        owner = recording.attribution.owner
+        nodes.sort(key=lambda entry: entry[0])
+        for number, node in nodes:
+            frame, known = owner(number)
+            if not known:
+                self.unattributed_count += 1
+            name = node.name().rsplit("::", 1)[-1]
+            key = (id(frame), name)
+            occurrence = occurrences.get(key, 0)
+            occurrences[key] = occurrence + 1
+            if frame is not None:
+                if frame.root_call is not None:
+                    frame.root_call.used = True
+                if not frame.wanted:
+                    continue
+            elif recording.settings.modules:
+                continue
+            hooks = NodeHooks(self, strings(name), number, frame, occurrence)
+            hooks.python_defined = isinstance(node, BackwardCFunction)
+            self._hook(node, hooks)
+
+    def close(self, *, failed: bool) -> tuple[int | None, int, int, int, int]:
+        """Let go of all Nodes. (event_index, node_name, root, module_fqn, call_index) of the one that
+        was running when the pass failed; its row is written now."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.recording.summariser.forget()
+        culprit: tuple[int | None, int, int, int, int] = (
+            None, NULL_STRING, NULL_INT32, NULL_STRING, NULL_INT32,
+        )  # fmt: skip
+        if failed:
+            end = self.recording.timeline.now()
+            for index, hooks in sorted(self.running.items()):
+                hooks.write(end, self.failed, 0, 0, NOTHING, NOTHING, NULL_BOOL)
+                self.recording.journal.pop_running(hooks.thread)
+                culprit = (index, hooks.name, hooks.root, hooks.module_fqn, hooks.call_index)
+        self.running.clear()
+        return culprit
+
+    def _attach_leaf(self, node: Any, whole: bool) -> None:
+        """An AccumulateGrad: its parameter's gradient after accumulation, before anybody's hook."""
+        variable = node.variable
+        named = self.recording.names.tensor(variable)
+        if named is not None:
+            module_fqn = named.fqn.rpartition(".")[0]
+            if not self.recording.settings.wants_module(module_fqn):
+                return
+        hooks = NodeHooks(
+            self, self.recording.journal.string("AccumulateGrad"), _NO_SEQUENCE_NUMBER, None, 0
+        )
+        if named is not None:
+            hooks.set_parameter(named)
+            handle = variable.register_post_accumulate_grad_hook(hooks.accumulated)
+            variable._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)
+            self._handles.append(handle)
+        if whole:
+            self._hook(node, hooks)
+
+    def _hook(self, node: Any, hooks: NodeHooks) -> None:
+        self._handles.append(node.register_prehook(hooks.before))
+        self._handles.append(node.register_hook(hooks.after))
+
+
+class NodeHooks:
+    """The pair of hooks on one Node in one pass. Keeps names and numbers, never the Node or a tensor.
+
+    The engine calls them on whichever thread runs the Node. A Node that another pass runs meanwhile (a nested
+    one, over a shared graph) is left to that pass's own pair, told by the engine's task.
+    """
+
+    __slots__ = (
+        "call_index",
+        "frame",
+        "index",
+        "local",
+        "module_fqn",
+        "mutable_before",
+        "name",
+        "number",
+        "occurrence",
+        "parameter",
+        "parameter_fqn",
+        "python_defined",
+        "root",
+        "start",
+        "thread",
+        "watch",
+    )
+
+    def __init__(
+        self, watch: PassWatch, name: int, number: int, frame: Frame | None, occurrence: int
+    ) -> None:
+        self.watch = watch
+        self.name = name
+        self.number = NULL_INT64 if number == _NO_SEQUENCE_NUMBER else number
+        self.frame = frame
+        self.occurrence = occurrence
+        self.root = NULL_INT32 if frame is None else frame.root
+        self.module_fqn = NULL_STRING if frame is None else frame.fqn_number
+        self.call_index = NULL_INT32 if frame is None else frame.call_index
+        self.parameter: ParameterName | None = None
+        self.parameter_fqn = NULL_STRING
+        self.python_defined = False
+        self.mutable_before: Packed | None = None
+        self.local: tuple[tuple[int, ...], int, Packed] | None = None
+        self.index = -1
+        self.start = 0
+        self.thread = 0
+
+    def set_parameter(self, named: ParameterName) -> None:
+        """The Node accumulates this parameter: it is named by it, not by an interval."""
+        string = self.watch.recording.journal.string
+        self.parameter = named
+        self.parameter_fqn = string(named.fqn)
+        self.root = named.root
+        self.module_fqn = string(named.fqn.rpartition(".")[0])
+
+    def before(self, grad_outputs: Gradients) -> None:
+        """The engine is about to run the Node."""
+        watch = self.watch
+        if not watch.guard.is_open:
+            return
+        try:
+            task = _graph_task()
+            if task != watch.task:
+                if watch.task is not None:
+                    return
+                watch.task = task
+            recording = watch.recording
+            self.index = next(watch.indexes)
+            watch.running[self.index] = self
+            self.thread = _get_ident()
+            if self.python_defined:
+                self.mutable_before = _all_of(recording.summariser, grad_outputs)
+            if self.frame is not None and torch.is_grad_enabled():
+                recording.attribution.mark(_get_sequence_nr(), self.frame)
+            self.start = recording.timeline.now()
+            recording.journal.push_running(
+                self.thread,
+                self.name,
+                self.module_fqn,
+                self.root,
+                self.call_index,
+                watch.step,
+                watch.microbatch,
+                watch.backward_index,
+                self.index,
+                watch.phase,
+                self.parameter_fqn,
+                self.number,
+                self.start,
+                NULL_INT32,
+            )
+        except Exception as error:
+            watch.guard.failed(error)
+
+    def after(self, grad_inputs: Gradients, grad_outputs: Gradients) -> None:
+        """The Node has run: `grad_outputs` is what it got, `grad_inputs` what it gave."""
+        watch = self.watch
+        if not watch.guard.is_open or self.index not in watch.running:
+            return
+        try:
+            if _graph_task() != watch.task:
+                return
+            end = watch.recording.timeline.now()
+            del watch.running[self.index]
+            watch.recording.journal.pop_running(self.thread)
+            if self.frame is not None and torch.is_grad_enabled():
+                watch.recording.attribution.mark(_get_sequence_nr(), None)
+            self._record(end, grad_inputs, grad_outputs)
+            timeline = watch.recording.timeline
+            timeline.totals.recorder_ns += timeline.now() - end
+        except Exception as error:
+            watch.guard.failed(error)
+
+    def accumulated(self, parameter: torch.Tensor) -> None:
+        """The parameter's gradient was accumulated, and no other hook has seen it."""
+        watch = self.watch
+        if not watch.guard.is_open or self.parameter is None:
+            return
+        try:
+            gradient = parameter.grad
+            if gradient is None:
+                return
+            recording = watch.recording
+            entered = recording.timeline.now()
+            summary = recording.summariser.of(gradient)
+            if summary is not None and gradient.layout == torch.strided:
+                self.local = (gradient.stride(), _address(gradient), summary)
+            recording.rows.gradient(
+                self.parameter, "local", watch.backward_index, watch.microbatch, gradient, summary
+            )
+            recording.timeline.totals.recorder_ns += recording.timeline.now() - entered
+        except Exception as error:
+            watch.guard.failed(error)
+
+    def write(
+        self,
+        end: int,
+        outcome: int,
+        came: int,
+        went: int,
+        grad_output: Packed,
+        grad_input: Packed,
+        mutated: int,
+    ) -> None:
+        """The Node's row."""
+        watch = self.watch
+        watch.recording.journal.append(
+            NODE_EVENTS,
+            watch.step,
+            watch.microbatch,
+            watch.backward_index,
+            self.index,
+            self.number,
+            self.name,
+            self.root,
+            self.module_fqn,
+            self.call_index,
+            self.occurrence,
+            self.parameter_fqn,
+            watch.phase,
+            NULL_INT32,
+            self.thread,
+            self.start,
+            end,
+            came,
+            went,
+            outcome,
+            mutated,
+            NULL_BOOL,
+            *grad_output,
+            *grad_input,
+        )
+
+    def _record(self, end: int, grad_inputs: Gradients, grad_outputs: Gradients) -> None:
+        summariser = self.watch.recording.summariser
+        came = sum(g is not None for g in grad_outputs)
+        went = sum(g is not None for g in grad_inputs)
+        if summariser.off:
+            self.write(end, self.watch.ok, came, went, NOTHING, NOTHING, NULL_BOOL)
+            return
+        if self.local is not None and len(grad_outputs) == 1 and grad_outputs[0] is not None:
+            strides, address, packed = self.local
+            came_in = grad_outputs[0]  # the parameter's shape, and where it was not copied its memory
+            if _address(came_in) == address and came_in.stride() == strides:
+                summariser.remember(came_in, packed)
+        self.local = None
+        incoming = [None if g is None else summariser.of_gradient(g) for g in grad_outputs]
+        outgoing = [
+            None if g is None else _handed_on(summariser, g, grad_outputs, incoming)
+            for g in grad_inputs
+        ]
+        grad_output, grad_input = combined(incoming), combined(outgoing)
+        mutated = NULL_BOOL
+        if self.mutable_before is not None:
+            mutated = int(self.mutable_before[FINGERPRINT] != grad_output[FINGERPRINT])
+            self.mutable_before = None
+        self.write(end, self.watch.ok, came, went, grad_output, grad_input, mutated)
+        if came > 1:
+            self._record_each(self.watch.incoming, grad_outputs, incoming)
+        if went > 1:
+            self._record_each(self.watch.outgoing, grad_inputs, outgoing)
+
+    def _record_each(
+        self, direction: int, gradients: Gradients, summaries: list[Packed | None]
+    ) -> None:
+        watch = self.watch
+        for position, gradient in enumerate(gradients):
+            if gradient is not None:
+                watch.recording.journal.append(
+                    _NODE_TENSORS,
+                    watch.step,
+                    watch.microbatch,
+                    watch.backward_index,
+                    self.index,
+                    direction,
+                    position,
+                    *shape_fields(gradient),
+                    *(summaries[position] or NOTHING),
+                )
+
+
+def _reachable(roots: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[Any]]:
+    """(Nodes with their sequence numbers, AccumulateGrad Nodes) that the engine could run from here."""
+    seen = set(roots)
+    waiting = list(seen)
+    nodes: list[tuple[int, Any]] = []
+    leaves: list[Any] = []
+    while waiting:
+        node = waiting.pop()
+        number = node._sequence_nr()
+        if number == _NO_SEQUENCE_NUMBER and hasattr(node, "variable"):
+            leaves.append(node)
+            continue
+        nodes.append((number, node))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return nodes, leaves
+
+
+def _all_of(summariser: Summariser, gradients: Gradients) -> Packed | None:
+    if summariser.off:
+        return None
+    return combined([None if g is None else summariser.of_gradient(g) for g in gradients])
+
+
+def _handed_on(
+    summariser: Summariser,
+    gradient: torch.Tensor,
+    grad_outputs: Gradients,
+    incoming: list[Packed | None],
+) -> Packed | None:
+    """The summary of a gradient that leaves: that of one that came in, where both are the same memory.
+
+    Both are alive in this hook call. A view's backward gives another shape of the same contiguous elements,
+    whose logical order, and so whose summary, is the same.
+    """
+    if type(gradient) is torch.Tensor and gradient.layout == torch.strided:
+        for came, packed in zip(grad_outputs, incoming, strict=True):
+            if (
+                packed is not None
+                and came is not None
+                and came is not gradient
+                and type(came) is torch.Tensor
+                and came.layout == torch.strided
+                and came.numel() == gradient.numel()
+                and came.dtype == gradient.dtype
+                and not came.is_inference()
+                and not gradient.is_inference()
+                and came._version == gradient._version
+                and came.is_conj() == gradient.is_conj()
+                and came.is_neg() == gradient.is_neg()
+                and gradient.is_contiguous()
+                and came.is_contiguous()
+                and _address(came) == _address(gradient)
+            ):
+                summariser.remember(gradient, packed)
+                return packed
+    return summariser.of_gradient(gradient)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the first element lies; -id for a tensor without memory of its own, so that none is equal."""
+    try:
+        return tensor.data_ptr() or -id(tensor)
+    except RuntimeError:
+        return -id(tensor)

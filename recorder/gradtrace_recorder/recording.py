@@ -1,0 +1,60 @@
+"""A live recording: what the sources share, and the gate through which each of their hooks enters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gradtrace_recorder.attribution import Attribution
+from gradtrace_recorder.guard import Problems
+from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.naming import Names
+from gradtrace_recorder.rows import Rows
+from gradtrace_recorder.settings import Settings
+from gradtrace_recorder.summaries.summariser import Summariser
+from gradtrace_recorder.timeline import Timeline
+
+
+@dataclass
+class Recording:
+    """What one rank records into, from its first event until it is closed."""
+
+    settings: Settings
+    problems: Problems
+    journal: JournalWriter
+    timeline: Timeline
+    summariser: Summariser
+    rows: Rows
+    names: Names = field(default_factory=Names)
+    attribution: Attribution = field(default_factory=Attribution)
+    _noted: dict[tuple[int, int, str], int] = field(default_factory=dict)
+
+    def noted(self, name: str) -> int:
+        """Which note of that name this is in the present step and microbatch, from 0."""
+        at = (self.timeline.step, self.timeline.microbatch)
+        self._noted = {k: v for k, v in self._noted.items() if k[:2] == at}
+        index = self._noted.get((*at, name), 0)
+        self._noted[(*at, name)] = index + 1
+        return index
+
+
+class Gate:
+    """Whether we record. The first event opens it; then `recording` is there, or stays None for good."""
+
+    def __init__(self, settings: Settings | None, open_recording: Callable[[], Recording | None]):
+        self.recording: Recording | None = None
+        self.settings = settings
+        self._open = open_recording
+        self._tried = False
+
+    def enter(self) -> Recording | None:
+        """The recording, opened now if this is the first event. Never raises unless in strict mode."""
+        if self.recording is None and not self._tried:
+            self._tried = True
+            self.recording = self._open()
+        return self.recording
+
+    def shut(self) -> None:
+        """No more events, and no second opening."""
+        self._tried = True
+        self.recording = None

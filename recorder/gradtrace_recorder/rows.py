@@ -1,0 +1,235 @@
+"""Rows of every table as the journal packs them: the only place that knows the order of their fields.
+
+The order is that of the table's declaration in `gradtrace_schemas`; the journal's struct refuses a wrong count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+
+from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.naming import ParameterName
+from gradtrace_recorder.summaries.summariser import shape_fields
+from gradtrace_recorder.summaries.values import NOTHING, Packed
+from gradtrace_recorder.timeline import StepTotals, Timeline
+from gradtrace_schemas.journal import KINDS, NULL_BOOL, NULL_FLOAT, NULL_INT32, NULL_INT64
+from gradtrace_schemas.steps import DIGEST_LINKS
+
+NODE_EVENTS = KINDS["node_events"]
+
+
+class Rows:
+    """Writes rows at the timeline's present step and microbatch. Any thread that runs Python."""
+
+    def __init__(self, journal: JournalWriter, timeline: Timeline) -> None:
+        self._journal = journal
+        self._timeline = timeline
+
+    def step(self, totals: StepTotals) -> None:
+        """The current step's row. Its digests are filled in when the record is drained."""
+        abandoned = sum(not call.used for call in totals.root_calls)
+        rng = totals.rng_fingerprint
+        self._append(
+            "steps",
+            NULL_INT32,
+            totals.start_ns,
+            totals.end_ns,
+            totals.forward_ns,
+            totals.backward_ns,
+            totals.optimizer_ns,
+            NULL_BOOL if totals.skipped is None else int(totals.skipped),
+            totals.backward_count,
+            abandoned,
+            NULL_INT64 if rng is None else rng,
+            totals.recorder_ns,
+            *(NULL_INT64 for _ in DIGEST_LINKS),
+        )
+
+    def input(
+        self,
+        root: int | None,
+        call_index: int,
+        name: str,
+        tensor: torch.Tensor,
+        summary: Packed | None,
+    ) -> None:
+        """A tensor argument of a root's call, or a noted one (root None)."""
+        self._append(
+            "inputs",
+            NULL_INT32,
+            NULL_INT32 if root is None else root,
+            call_index,
+            self._journal.string(name),
+            *shape_fields(tensor),
+            *(summary or NOTHING),
+        )
+
+    def parameter(
+        self, name: ParameterName, point: str, tensor: torch.Tensor, summary: Packed | None
+    ) -> None:
+        """A parameter or buffer at one point of the step."""
+        string = self._journal.string
+        self._append(
+            "parameters",
+            NULL_INT32,
+            name.root,
+            string(name.fqn),
+            string(point),
+            string(name.kind),
+            *shape_fields(tensor),
+            int(tensor.requires_grad),
+            string(json.dumps(name.others) if name.others else None),
+            *(summary or NOTHING),
+        )
+
+    def optimizer_group(
+        self,
+        optimizer_index: int,
+        group_index: int,
+        optimizer_class: str,
+        learning_rate: float | None,
+        hyperparameters: str,
+        parameter_fqns: Sequence[str | None],
+    ) -> None:
+        """A parameter group at an optimizer's step."""
+        string = self._journal.string
+        self._append(
+            "optimizer_groups",
+            NULL_INT32,
+            optimizer_index,
+            group_index,
+            string(optimizer_class),
+            NULL_FLOAT if learning_rate is None else learning_rate,
+            string(hyperparameters),
+            string(json.dumps(list(parameter_fqns))),
+        )
+
+    def module_call(
+        self,
+        microbatch: int,
+        root: int,
+        fqn: int,
+        phase: int,
+        call_index: int,
+        module_class: int,
+        depth: int,
+        start_ns: int,
+        end_ns: int,
+        received: Packed | None,
+        sent: Packed | None,
+    ) -> None:
+        """A call of a module's forward; names are numbers of journal strings."""
+        self._journal.append(
+            KINDS["module_calls"],
+            self._timeline.step,
+            microbatch,
+            NULL_INT32,
+            root,
+            fqn,
+            phase,
+            call_index,
+            module_class,
+            depth,
+            start_ns,
+            end_ns,
+            *(received or NOTHING),
+            *(sent or NOTHING),
+        )
+
+    def backward_pass(
+        self,
+        backward_index: int,
+        microbatch: int,
+        parent: int | None,
+        kind: str,
+        root_node_name: str | None,
+        loss: float | None,
+        node_count: int,
+        unattributed_count: int,
+        start_ns: int,
+        end_ns: int,
+        error: str | None,
+    ) -> None:
+        """A call into the engine that has returned or raised."""
+        string = self._journal.string
+        self._journal.append(
+            KINDS["backward_passes"],
+            self._timeline.step,
+            microbatch,
+            backward_index,
+            NULL_INT32 if parent is None else parent,
+            string(kind),
+            string(root_node_name),
+            NULL_FLOAT if loss is None else loss,
+            node_count,
+            unattributed_count,
+            start_ns,
+            end_ns,
+            NULL_INT64,
+            string(error),
+        )
+
+    def gradient(
+        self,
+        name: ParameterName,
+        point: str,
+        backward_index: int,
+        microbatch: int,
+        gradient: torch.Tensor,
+        summary: Packed | None,
+    ) -> None:
+        """A parameter's gradient at one point."""
+        string = self._journal.string
+        self._journal.append(
+            KINDS["gradients"],
+            self._timeline.step,
+            microbatch,
+            backward_index,
+            name.root,
+            string(name.fqn),
+            string(point),
+            *shape_fields(gradient),
+            *(summary or NOTHING),
+        )
+
+    def failure(
+        self,
+        backward_index: int,
+        microbatch: int,
+        event_index: int | None,
+        node_name: int,
+        root: int,
+        module_fqn: int,
+        call_index: int,
+        exception_type: str,
+        exception_text: str,
+        traceback: str | None,
+        time_ns: int,
+    ) -> None:
+        """An exception that left a backward pass."""
+        string = self._journal.string
+        self._journal.append(
+            KINDS["failures"],
+            self._timeline.step,
+            microbatch,
+            backward_index,
+            NULL_INT32 if event_index is None else event_index,
+            node_name,
+            root,
+            module_fqn,
+            call_index,
+            NULL_INT32,
+            string(exception_type),
+            string(exception_text[:4000]),
+            string(traceback[-16000:] if traceback else None),
+            time_ns,
+        )
+
+    def _append(self, table: str, backward_index: int, *fields: float | int) -> None:
+        timeline = self._timeline
+        self._journal.append(
+            KINDS[table], timeline.step, timeline.microbatch, backward_index, *fields
+        )

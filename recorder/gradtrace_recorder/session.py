@@ -1,0 +1,195 @@
+"""Wires everything together; the only module that knows it all.
+
+*Armed* is a process in which the hooks wait for a first event. The first event opens the recording: it reads
+who we are, claims a place in the run's directory, allocates the journal and starts the drain thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gradtrace_recorder.guard import Guard, Problems
+from gradtrace_recorder.recording import Gate, Recording
+from gradtrace_recorder.settings import Settings
+from gradtrace_recorder.sources.ddp import Reductions
+from gradtrace_recorder.sources.engine import EngineSource
+from gradtrace_recorder.sources.modules import ModuleSource
+from gradtrace_recorder.sources.optimizer import OptimizerSource
+
+# At exit the job waits for us no longer than this; what is not drained by then stays in the journal.
+EXIT_SECONDS = 2.0
+
+
+class Session:
+    """An armed process, and its recording once there is one."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.problems = Problems(settings.strict)
+        self.gate = Gate(settings, self._open)
+        reductions = Reductions()
+        self._sources = (
+            ModuleSource(self.gate, Guard("module source", self.problems), reductions),
+            EngineSource(self.gate, Guard("backward source", self.problems), reductions),
+            OptimizerSource(self.gate, Guard("optimizer source", self.problems)),
+        )
+        self._live: _Live | None = None
+        self._pid = os.getpid()
+
+    def arm(self) -> None:
+        """Put the hooks in place. Nothing is recorded or written yet."""
+        _quiet_compile_warning()
+        for source in self._sources:
+            source.attach()
+        atexit.register(self.stop)
+        os.register_at_fork(after_in_child=self._forked)
+
+    def stop(self, timeout: float = EXIT_SECONDS) -> None:
+        """Remove every hook, drain what is left, close the recording. Calling it again does nothing."""
+        for source in self._sources:
+            source.detach()
+        atexit.unregister(self.stop)
+        live, self._live = self._live, None
+        recording = self.gate.recording
+        self.gate.shut()
+        if live is not None and recording is not None and os.getpid() == self._pid:
+            try:
+                live.close(recording, timeout)
+            except Exception as error:
+                self.problems.add(
+                    f"could not close the recording: {type(error).__name__}: {error}; "
+                    "the journal holds what was recorded"
+                )
+                if self.problems.strict:
+                    raise
+
+    def _open(self) -> Recording | None:
+        from gradtrace_recorder import identity
+
+        try:
+            if identity.is_data_worker():
+                self.gate.shut()
+                return None
+            who = identity.current_identity()
+            if not self.settings.wants_rank(who.rank):
+                self.gate.shut()
+                return None
+            self._live = _Live(self.settings, who, self.problems)
+            return self._live.recording
+        except Exception as error:
+            self.problems.add(
+                f"nothing is recorded into {self.settings.directory!r}: "
+                f"{_reason(error)}; the job goes on without"
+            )
+            if self.problems.strict:
+                raise
+            return None
+
+    def _forked(self) -> None:
+        """In a forked child: a worker of a recording process records nothing, and writes nothing of ours."""
+        if self._live is not None or self.gate.recording is not None:
+            for source in self._sources:
+                source.detach()
+            self._live = None
+            self.gate.shut()
+        self._pid = os.getpid()
+
+
+class _Live:
+    """The files and the thread of an open recording."""
+
+    def __init__(self, settings: Settings, who: Any, problems: Problems) -> None:
+        from gradtrace_recorder import identity
+        from gradtrace_recorder.claim import claim_place
+        from gradtrace_recorder.drain import Drain
+        from gradtrace_recorder.journal import JournalWriter
+        from gradtrace_recorder.rows import Rows
+        from gradtrace_recorder.summaries.summariser import Summariser
+        from gradtrace_recorder.timeline import Timeline
+        from gradtrace_schemas import layout
+
+        zero, wall = time.monotonic_ns(), time.time_ns()
+        run = Path(settings.directory).absolute()
+        about = {"settings": settings.as_json(), "versions": identity.versions()}
+        self.claim = claim_place(run, who, identity.start_token(who), about)
+        journal = JournalWriter(
+            layout.journal_file(run, who.rank, self.claim.attempt),
+            rank=who.rank,
+            attempt=self.claim.attempt,
+            wall_start_ns=wall,
+            monotonic_start_ns=zero,
+        )
+        timeline = Timeline(settings.steps, settings.step_offset, zero)
+        rows = Rows(journal, timeline)
+        summariser = Summariser(journal, settings.summary)
+        self.recording = Recording(settings, problems, journal, timeline, summariser, rows)
+        timeline.at_end.append(self._write_step)
+        self._about = {
+            "attempt": self.claim.attempt,
+            "rank": who.rank,
+            "world_size": who.world_size,
+            "local_rank": who.local_rank,
+            "host": who.host,
+            "pid": who.pid,
+            "device": None,
+            "versions": identity.versions(),
+            "settings": settings.as_json(),
+            "environment": identity.environment(),
+            "command": list(getattr(sys, "orig_argv", sys.argv)),
+            "wall_start_ns": wall,
+            "monotonic_start_ns": zero,
+        }
+        self._write_rank_file(complete=False)
+        self._drain = Drain(journal, self.claim, problems)
+        self._drain.start()
+
+    def close(self, recording: Recording, timeout: float) -> None:
+        """Write the last step, drain the journal, and say "complete" last."""
+        recording.timeline.finish()
+        whole = self._drain.finish(timeout)
+        recording.journal.close(remove=whole)
+        self._write_rank_file(complete=whole)
+
+    def _write_step(self) -> None:
+        timeline = self.recording.timeline
+        if timeline.is_recorded:
+            self.recording.rows.step(timeline.totals)
+
+    def _write_rank_file(self, *, complete: bool) -> None:
+        recording = self.recording
+        self.claim.write_rank_file(
+            {
+                **self._about,
+                "complete": complete,
+                "last_step": recording.timeline.step,
+                "recorded": dict(recording.journal.recorded),
+                "dropped": dict(recording.journal.dropped),
+                "unsummarised": dict(recording.summariser.unsummarised),
+                "problems": recording.problems.texts,
+                "wall_end_ns": time.time_ns() if complete else None,
+            }
+        )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{where}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _quiet_compile_warning() -> None:
+    """Global module hooks make a compiled module warn that they may not be compiled; ours end at once there.
+
+    Source: torch/_dynamo/eval_frame.py, `OptimizedModule.__call__` (2.13).
+    """
+    import warnings
+
+    warnings.filterwarnings(
+        "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
+    )

@@ -1,0 +1,182 @@
+"""Every GRADTRACE_* variable: its name, its default, how it is read.
+
+Standard library only: this is imported at the end of `import torch`, before anything is recorded.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PREFIX = "GRADTRACE_"
+
+DETAILS = ("steps", "params", "modules", "nodes")
+SUMMARIES = ("off", "norms", "full")
+DEVICE_TIMES = ("off", "stages", "nodes")
+
+
+class SettingsError(ValueError):
+    """A variable that cannot be read; the text says which, what about it, and what would help."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Which steps are recorded: the union of Python slices over non-negative numbers; empty: all."""
+
+    slices: tuple[slice, ...] = ()
+
+    def __contains__(self, step: int) -> bool:
+        if not self.slices:
+            return True
+        return any(
+            step >= s.start and (s.stop is None or step < s.stop) and (step - s.start) % s.step == 0
+            for s in self.slices
+        )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to record and where. `detail` and `summary` as in the reference page."""
+
+    directory: str
+    detail: str = "nodes"
+    summary: str = "full"
+    device_times: str = "stages"
+    steps: Steps = field(default_factory=Steps)
+    ranks: tuple[range, ...] = ()
+    modules: tuple[str, ...] = ()
+    strict: bool = False
+    step_offset: int = 0
+
+    def records(self, detail: str) -> bool:
+        """Whether tables of that detail are recorded."""
+        return DETAILS.index(self.detail) >= DETAILS.index(detail)
+
+    def wants_rank(self, rank: int) -> bool:
+        """Whether that rank is recorded."""
+        return not self.ranks or any(rank in chosen for chosen in self.ranks)
+
+    def wants_module(self, fqn: str) -> bool:
+        """Whether a module's calls and Nodes are recorded: itself or one around it matches a glob."""
+        if not self.modules:
+            return True
+        parts = fqn.split(".")
+        names = [".".join(parts[: n + 1]) for n in range(len(parts))]
+        return any(fnmatch.fnmatchcase(n, glob) for n in names for glob in self.modules)
+
+    def as_json(self) -> dict[str, object]:
+        """The settings as they were given, for the rank's json."""
+        return {
+            "detail": self.detail,
+            "summary": self.summary,
+            "device_times": self.device_times,
+            "steps": [f"{s.start}:{'' if s.stop is None else s.stop}:{s.step}" for s in self.steps.slices],
+            "ranks": [f"{r.start}-{r.stop - 1}" for r in self.ranks],
+            "modules": list(self.modules),
+            "step_offset": self.step_offset,
+        }
+
+
+def settings_from(environment: Mapping[str, str] = os.environ) -> Settings | None:
+    """The settings that the variables ask for, None where GRADTRACE_DIR is unset or empty.
+
+    Raises SettingsError for the first value that cannot be read.
+    """
+    directory = environment.get(PREFIX + "DIR", "")
+    if not directory:
+        return None
+    given = {
+        name.lower(): environment[PREFIX + name]
+        for name in (
+            "DETAIL",
+            "SUMMARY",
+            "DEVICE_TIMES",
+            "STEPS",
+            "RANKS",
+            "MODULES",
+            "STRICT",
+            "STEP_OFFSET",
+        )
+        if environment.get(PREFIX + name, "") != ""
+    }
+    return settings_of(directory, **given)
+
+
+def settings_of(directory: str, **given: str | bool | int) -> Settings:
+    """Settings from texts as the variables hold them, named in lower case without their prefix.
+
+    Raises SettingsError; TypeError for a name that there is not.
+    """
+    texts = {name: str(value) for name, value in given.items()}
+    readers = {
+        "detail": lambda text: _one_of("DETAIL", text, DETAILS),
+        "summary": lambda text: _one_of("SUMMARY", text, SUMMARIES),
+        "device_times": lambda text: _one_of("DEVICE_TIMES", text, DEVICE_TIMES),
+        "steps": _steps,
+        "ranks": _ranks,
+        "modules": lambda text: tuple(part.strip() for part in text.split(",") if part.strip()),
+        "strict": lambda text: _one_of("STRICT", text, ("0", "1", "False", "True")) in ("1", "True"),
+        "step_offset": lambda text: _whole("STEP_OFFSET", text, text),
+    }
+    unknown = sorted(set(texts) - set(readers))
+    if unknown:
+        raise TypeError(f"there is no setting {unknown[0]!r}; there are {', '.join(readers)}")
+    return Settings(directory, **{name: readers[name](text) for name, text in texts.items()})  # type: ignore[no-untyped-call]
+
+
+def _one_of(name: str, text: str, allowed: tuple[str, ...]) -> str:
+    if text not in allowed:
+        raise SettingsError(f"{PREFIX}{name} is {text!r}; it can be {', '.join(allowed)}")
+    return text
+
+
+def _whole(name: str, text: str, whole_text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise SettingsError(
+            f"{PREFIX}{name} is {whole_text!r}, of which {text!r} is no whole number from 0"
+        )
+    return value
+
+
+def _steps(text: str) -> Steps:
+    slices = []
+    for part in text.split(","):
+        pieces = part.strip().split(":")
+        if len(pieces) == 1:
+            first = _whole("STEPS", pieces[0].strip(), text)
+            slices.append(slice(first, first + 1, 1))
+            continue
+        if len(pieces) > 3:
+            raise SettingsError(
+                f"{PREFIX}STEPS is {text!r}, of which {part!r} is no slice; write 0:10,100:110,::50"
+            )
+        start, stop, stride = [*pieces, ""][:3]
+        step = _whole("STEPS", stride.strip() or "1", text)
+        if step == 0:
+            raise SettingsError(f"{PREFIX}STEPS is {text!r}, of which {part!r} has a stride of 0")
+        slices.append(
+            slice(
+                _whole("STEPS", start.strip() or "0", text),
+                _whole("STEPS", stop.strip(), text) if stop.strip() else None,
+                step,
+            )
+        )
+    return Steps(tuple(slices))
+
+
+def _ranks(text: str) -> tuple[range, ...]:
+    ranges = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        low = _whole("RANKS", first, text)
+        high = _whole("RANKS", last, text) if dash else low
+        if high < low:
+            raise SettingsError(f"{PREFIX}RANKS is {text!r}, of which {part!r} runs backwards")
+        ranges.append(range(low, high + 1))
+    return tuple(ranges)

@@ -1,0 +1,242 @@
+"""Calls into the autograd engine: every `backward()` and `autograd.grad`, however it is made."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from gradtrace_recorder.guard import Guard
+from gradtrace_recorder.observers.python import PassWatch, PythonObserver
+from gradtrace_recorder.recording import Gate, Recording
+from gradtrace_recorder.sources.ddp import Reductions
+from gradtrace_recorder.sources.state import record_gradients
+from gradtrace_recorder.summaries.summariser import unseen
+
+_is_compiling = torch.compiler.is_compiling
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.open_passes: list[int] = []
+
+
+class EngineSource:
+    """Stands in the engine's place: `Variable._execution_engine` becomes an instance of a subclass.
+
+    That sees calls that go past `torch.autograd.backward` too. Each call gets one observer's watch.
+    """
+
+    def __init__(self, gate: Gate, guard: Guard, reductions: Reductions) -> None:
+        self._gate = gate
+        self._guard = guard
+        self._reductions = reductions
+        self._observer = PythonObserver(guard)
+        self._local = _ThreadState()
+        self._original: Any = None
+        self._carried_at: int | None = None
+
+    def attach(self) -> None:
+        """Take the engine's place."""
+        source = self
+        self._original = Variable._execution_engine
+
+        class RecordedEngine(type(self._original)):  # type: ignore[misc]
+            """The engine, seen."""
+
+            def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+                run = super().run_backward
+                if _is_compiling() or not source._guard.is_open:
+                    return run(*args, **kwargs)
+                return source._run(run, args, kwargs)
+
+        Variable._execution_engine = RecordedEngine()
+
+    def detach(self) -> None:
+        """Give the engine its place back."""
+        if self._original is not None:
+            Variable._execution_engine = self._original
+            self._original = None
+        self._guard.is_open = False
+
+    def _run(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        begun: _OpenPass | None = None
+        try:
+            recording = self._gate.enter()
+            if recording is not None and not _compiled_autograd():
+                begun = self._begin(recording, args, kwargs)
+        except Exception as error:
+            self._guard.failed(error)
+        if begun is None:
+            return run(*args, **kwargs)
+        try:
+            result = run(*args, **kwargs)
+        except BaseException as error:
+            self._end(begun, error)
+            raise
+        self._end(begun, None)
+        return result
+
+    def _begin(
+        self, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _OpenPass:
+        timeline = recording.timeline
+        entered = timeline.now()
+        accumulates = bool(_argument("accumulate_grad", 6, args, kwargs, False))
+        top_level = timeline.engine_depth == 0
+        if top_level:
+            timeline.activity()
+        index = timeline.totals.engine_calls
+        timeline.totals.engine_calls = index + 1
+        opened = _OpenPass(recording, index, timeline.microbatch, accumulates, top_level)
+        open_passes = self._local.open_passes
+        opened.parent = open_passes[-1] if open_passes else None
+        if timeline.is_recorded:
+            if accumulates and top_level and recording.settings.records("params"):
+                self._record_carried(recording, index)
+            outputs = _argument("tensors", 0, args, kwargs, ())
+            nodes = [_node_of(output) for output in outputs]
+            first = outputs[0] if len(outputs) else None
+            opened.loss = _scalar(first)
+            opened.root_node_name = _node_name(nodes[0]) if nodes and nodes[0] is not None else None
+            opened.watch = self._observer.watch(
+                recording,
+                [node for node in nodes if node is not None],
+                backward_index=index,
+                phase="backward" if accumulates else "grad",
+            )
+        open_passes.append(index)
+        timeline.engine_depth += 1
+        opened.start_ns = timeline.now()
+        timeline.totals.recorder_ns += opened.start_ns - entered
+        return opened
+
+    def _end(self, opened: _OpenPass, error: BaseException | None) -> None:
+        recording = opened.recording
+        timeline = recording.timeline
+        end = timeline.now()
+        self._local.open_passes.pop()
+        timeline.engine_depth -= 1
+        try:
+            if opened.watch is not None:
+                self._write(opened, end, error)
+            if opened.top_level:
+                timeline.totals.backward_ns += end - opened.start_ns
+                if opened.accumulates and error is None:
+                    if recording.settings.records("params") and timeline.is_recorded:
+                        self._reductions.backward_done(recording, opened.index, opened.microbatch)
+                    timeline.backward_done()
+            timeline.totals.recorder_ns += timeline.now() - end
+        except Exception as ours:
+            self._guard.failed(ours)
+
+    def _write(self, opened: _OpenPass, end: int, error: BaseException | None) -> None:
+        watch, recording = opened.watch, opened.recording
+        assert watch is not None
+        failed = watch.close(failed=error is not None)
+        if error is not None:
+            recording.rows.failure(
+                opened.index,
+                opened.microbatch,
+                *failed,
+                type(error).__name__,
+                str(error),
+                "".join(traceback.format_exception(error)),
+                end,
+            )
+        recording.rows.backward_pass(
+            opened.index,
+            opened.microbatch,
+            opened.parent,
+            "backward" if opened.accumulates else "grad",
+            opened.root_node_name,
+            opened.loss,
+            watch.node_count,
+            watch.unattributed_count,
+            opened.start_ns,
+            end,
+            None if error is None else f"{type(error).__name__}: {str(error)[:400]}",
+        )
+
+    def _record_carried(self, recording: Recording, backward_index: int) -> None:
+        """What `.grad` holds when the step's first backward pass begins: usually nothing."""
+        step = recording.timeline.step
+        if self._carried_at == step:
+            return
+        self._carried_at = step
+        for root, _ in recording.names.roots():
+            tensors = recording.names.tensors_of(root)
+            record_gradients(
+                recording, "carried", backward_index, recording.timeline.microbatch, tensors
+            )
+
+
+class _OpenPass:
+    """A call into the engine that has not returned."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        index: int,
+        microbatch: int,
+        accumulates: bool,
+        top_level: bool,
+    ) -> None:
+        self.recording = recording
+        self.index = index
+        self.microbatch = microbatch
+        self.accumulates = accumulates
+        self.top_level = top_level
+        self.parent: int | None = None
+        self.watch: PassWatch | None = None
+        self.loss: float | None = None
+        self.root_node_name: str | None = None
+        self.start_ns = 0
+
+
+def _argument(
+    name: str, place: int, args: Sequence[Any], kwargs: dict[str, Any], default: Any
+) -> Any:
+    """An argument of `run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs,
+    allow_unreachable, accumulate_grad)`. Source: torch/csrc/autograd/python_engine.cpp."""
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def _node_of(output: Any) -> Any:
+    """The Node that a tensor, or a GradientEdge, starts from; a leaf's is its AccumulateGrad."""
+    if not isinstance(output, torch.Tensor):
+        return getattr(output, "node", None)
+    if torch._C._functorch.is_functorch_wrapped_tensor(output):
+        return None
+    if output.grad_fn is not None:
+        return output.grad_fn
+    return None
+
+
+def _scalar(output: Any) -> float | None:
+    if (
+        isinstance(output, torch.Tensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(output)
+        and type(output) in (torch.Tensor, torch.nn.Parameter)
+        and output.device.type == "cpu"
+        and output.numel() == 1
+        and not output.is_complex()
+    ):
+        with unseen():
+            return float(output.detach())
+    return None
+
+
+def _node_name(node: Any) -> str:
+    return str(node.name()).rsplit("::", 1)[-1]
+
+
+def _compiled_autograd() -> bool:
+    """Whether the engine is replaced by compiled autograd, under which no hook may be attached."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled is not None and bool(compiled.compiled_autograd_enabled)

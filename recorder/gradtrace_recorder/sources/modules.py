@@ -1,0 +1,284 @@
+"""Calls of modules: their intervals, their times, what went in and what came out."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from torch.utils.hooks import RemovableHandle
+
+from gradtrace_recorder.attribution import Frame, RootCall
+from gradtrace_recorder.guard import Guard
+from gradtrace_recorder.naming import ModuleName, unwrapped
+from gradtrace_recorder.recording import Gate, Recording
+from gradtrace_recorder.sources.ddp import Reductions
+from gradtrace_recorder.sources.state import record_parameters_before, rng_fingerprint
+from gradtrace_recorder.summaries.summariser import named_tensors
+from gradtrace_recorder.summaries.values import Packed, combined
+
+_get_sequence_nr = torch.autograd._get_sequence_nr
+_is_compiling = torch.compiler.is_compiling
+
+
+class _Call:
+    """A call that has been entered: what its exit needs to know. No module is kept, only its identity."""
+
+    __slots__ = (
+        "entered_ns", "frame", "inputs", "microbatch", "module_id", "name", "phase", "start_ns",
+    )  # fmt: skip
+
+    def __init__(self, module_id: int, name: ModuleName | None) -> None:
+        self.module_id = module_id
+        self.name = name
+        self.frame: Frame | None = None
+        self.inputs: Packed | None = None
+        self.phase = -1
+        self.microbatch = 0
+        self.start_ns = 0
+        self.entered_ns = 0
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Call] = []
+        self.exited_at = -1
+
+
+class ModuleSource:
+    """Global forward hooks: two calls for each module call, nothing for each operation.
+
+    Source of the hooks' order and of `always_call`: torch/nn/modules/module.py, `_call_impl`.
+    """
+
+    def __init__(self, gate: Gate, guard: Guard, reductions: Reductions) -> None:
+        self._gate = gate
+        self._guard = guard
+        self._reductions = reductions
+        self._local = _ThreadState()
+        self._handles: list[RemovableHandle] = []
+        self._calls: dict[tuple[int, str, int], int] = {}
+        self._calls_at = (-1, -1)
+        self._parameters_at: dict[int, int] = {}
+        self._signatures: dict[type, list[str]] = {}
+        self._phases: dict[str, int] = {}
+
+    def attach(self) -> None:
+        """Register the hooks."""
+        self._handles = [
+            torch_modules.register_module_forward_pre_hook(self._before),
+            torch_modules.register_module_forward_hook(
+                self._after, with_kwargs=True, always_call=True
+            ),
+        ]
+
+    def detach(self) -> None:
+        """Remove them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._guard.is_open = False
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if _is_compiling() or not self._guard.is_open:
+            return
+        try:
+            recording = self._gate.enter()
+            if recording is not None:
+                self._enter(recording, module, args)
+        except Exception as error:
+            self._guard.failed(error)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        # (kwargs, output) of a call that returned. Where it raised, torch (2.13, `_call_impl`) calls global
+        # hooks without kwargs, also those registered with them.
+        if _is_compiling() or not self._guard.is_open:
+            return
+        recording = self._gate.recording
+        if recording is None:
+            return
+        try:
+            call = self._left(module)
+            if call is not None and len(rest) == 2:
+                self._exit(recording, call, *rest)
+        except Exception as error:
+            self._guard.failed(error)
+
+    def _enter(self, recording: Recording, module: nn.Module, args: tuple[Any, ...]) -> None:
+        timeline = recording.timeline
+        entered = timeline.now()
+        local = self._local
+        if local.stack and local.stack[0].module_id == id(module):
+            # The root again: an exception that no hook saw (KeyboardInterrupt) left its calls behind.
+            local.stack.clear()
+        stack = local.stack
+        name = recording.names.module(module)
+        if name is None:
+            around = stack[-1].name if stack else None
+            name = recording.names.adopt(module, around.root if around is not None else None)
+        if name.fqn_number < 0:
+            name.fqn_number = recording.journal.string(name.fqn)
+            name.wanted = recording.settings.wants_module(name.fqn)
+        call = _Call(id(module), name)
+        grad_mode = torch.is_grad_enabled()
+        root_call: RootCall | None = None
+        if stack:
+            outer = stack[-1].frame
+            root_call = outer.root_call if outer is not None else None
+        else:
+            root_call = self._enter_root(recording, module, name, grad_mode)
+        if not timeline.is_recorded:
+            stack.append(call)
+            return
+        if timeline.engine_depth:
+            phase = "recompute"
+        else:
+            phase = "forward" if grad_mode else "no_grad"
+        call.microbatch = timeline.microbatch
+        call.phase = self._phase(recording, phase)
+        index = self._call_index(recording, name, phase)
+        call.frame = Frame(name.root, name.fqn, name.fqn_number, index, root_call, name.wanted)
+        if grad_mode:
+            recording.attribution.mark(_get_sequence_nr(), call.frame)
+        if not stack and timeline.engine_depth == 0:
+            self._record_inputs(recording, module, name, index, args)
+        if self._is_row(recording, name):
+            call.inputs = recording.summariser.of_all(args)
+        stack.append(call)
+        call.entered_ns = entered
+        call.start_ns = timeline.now()
+        timeline.totals.recorder_ns += call.start_ns - entered
+
+    def _left(self, module: nn.Module) -> _Call | None:
+        """The call that has just been left, with any inside it whose exit no hook saw; None if unknown."""
+        stack = self._local.stack
+        if not any(call.module_id == id(module) for call in stack):
+            return None  # entered before we were attached, or a hook before ours raised
+        while True:
+            call = stack.pop()
+            if call.module_id == id(module):
+                break
+        recording = self._gate.recording
+        if recording is not None and call.frame is not None and torch.is_grad_enabled():
+            outer = stack[-1].frame if stack else None
+            recording.attribution.mark(_get_sequence_nr(), outer)
+        return call
+
+    def _exit(
+        self, recording: Recording, call: _Call, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        timeline = recording.timeline
+        end = timeline.now()
+        stack = self._local.stack
+        frame, name = call.frame, call.name
+        if frame is None or name is None:
+            return
+        if self._is_row(recording, name):
+            recording.rows.module_call(
+                call.microbatch,
+                name.root,
+                name.fqn_number,
+                call.phase,
+                frame.call_index,
+                recording.journal.string(name.class_name),
+                sum(c.name is not None and not c.name.wraps for c in stack),
+                call.start_ns,
+                end,
+                self._with_kwargs(recording, call.inputs, kwargs),
+                recording.summariser.of_all(output),
+            )
+        if not stack and timeline.engine_depth == 0:
+            for key, tensor in named_tensors(kwargs):
+                summary = recording.summariser.of(tensor)
+                recording.rows.input(name.root, frame.call_index, key, tensor, summary)
+            if frame.root_call is not None:
+                timeline.totals.forward_ns += end - call.start_ns
+                if not any(t.requires_grad for _, t in named_tensors(output)):
+                    frame.root_call.used = True  # nothing that a backward pass could start from
+        timeline.totals.recorder_ns += timeline.now() - end
+
+    def _enter_root(
+        self, recording: Recording, module: nn.Module, name: ModuleName, grad_mode: bool
+    ) -> RootCall | None:
+        """What a call from outside any module begins: perhaps a step; the root's parameters once in it."""
+        timeline = recording.timeline
+        trains = (
+            grad_mode and timeline.engine_depth == 0 and next(module.parameters(), None) is not None
+        )
+        if not trains:
+            return None
+        timeline.activity()
+        root_call = RootCall()
+        timeline.totals.root_calls.append(root_call)
+        if not timeline.is_recorded:
+            return root_call
+        if timeline.totals.rng_fingerprint is None:
+            timeline.totals.rng_fingerprint = rng_fingerprint(recording)
+        if recording.settings.records("params"):
+            if self._parameters_at.get(name.root) != timeline.step:
+                self._parameters_at[name.root] = timeline.step
+                record_parameters_before(recording, name.root)
+            self._reductions.forward_begins(module)
+        return root_call
+
+    def _record_inputs(
+        self,
+        recording: Recording,
+        module: nn.Module,
+        name: ModuleName,
+        call_index: int,
+        args: tuple[Any, ...],
+    ) -> None:
+        names = self._argument_names(unwrapped(module))
+        for position, argument in enumerate(args):
+            own = names[position] if position < len(names) else f"args.{position}"
+            for key, tensor in named_tensors(argument, own):
+                summary = recording.summariser.of(tensor)
+                recording.rows.input(name.root, call_index, key, tensor, summary)
+
+    def _with_kwargs(
+        self, recording: Recording, inputs: Packed | None, kwargs: dict[str, Any]
+    ) -> Packed | None:
+        if not kwargs or not named_tensors(kwargs):
+            return inputs
+        return combined([inputs, recording.summariser.of_all(kwargs)])
+
+    def _is_row(self, recording: Recording, name: ModuleName) -> bool:
+        return not name.wraps and name.wanted and recording.settings.records("modules")
+
+    def _call_index(self, recording: Recording, name: ModuleName, phase: str) -> int:
+        timeline = recording.timeline
+        at = (timeline.step, timeline.microbatch)
+        if at != self._calls_at:
+            self._calls_at = at
+            self._calls.clear()
+        key = (name.root, name.fqn, self._phase(recording, phase))
+        index = self._calls.get(key, 0)
+        if not name.wraps:  # a wrapper's call is the call of what it wraps
+            self._calls[key] = index + 1
+        return index
+
+    def _phase(self, recording: Recording, phase: str) -> int:
+        number = self._phases.get(phase)
+        if number is None:
+            number = self._phases[phase] = recording.journal.string(phase)
+        return number
+
+    def _argument_names(self, module: nn.Module) -> list[str]:
+        kind = type(module)
+        names = self._signatures.get(kind)
+        if names is None:
+            try:
+                parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+                positional = (
+                    inspect.Parameter.POSITIONAL_ONLY,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                )
+                names = [p.name for p in parameters if p.kind in positional]
+            except (TypeError, ValueError):
+                names = []
+            self._signatures[kind] = names
+        return names

@@ -1,0 +1,207 @@
+"""Optimizer steps: what the optimizer saw, what it left, and where a step ends."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
+
+from gradtrace_recorder.guard import Guard
+from gradtrace_recorder.naming import ParameterName
+from gradtrace_recorder.recording import Gate, Recording
+from gradtrace_recorder.sources.state import record_gradients, record_parameters_after
+
+_is_compiling = torch.compiler.is_compiling
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[tuple[int, int]] = []
+
+
+class OptimizerSource:
+    """Global step hooks of `torch.optim`, and a wrapper of `GradScaler.step`.
+
+    The hooks are silent when a GradScaler skips a step, so its `step` is seen too.
+    Source: torch/optim/optimizer.py, `profile_hook_step`; torch/amp/grad_scaler.py, `step`.
+    """
+
+    def __init__(self, gate: Gate, guard: Guard) -> None:
+        self._gate = gate
+        self._guard = guard
+        self._local = _ThreadState()
+        self._handles: list[RemovableHandle] = []
+        self._indexes: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
+        self._next_index = 0
+        self._steps_seen = 0
+        self._after_at: tuple[int, set[tuple[int, str]]] = (-1, set())
+        self._scaler_step: Any = None
+
+    def attach(self) -> None:
+        """Register the hooks and wrap `GradScaler.step`."""
+        self._handles = [
+            torch_optimizer.register_optimizer_step_pre_hook(self._before),
+            torch_optimizer.register_optimizer_step_post_hook(self._after),
+        ]
+        source, original = self, torch.amp.GradScaler.step
+
+        @functools.wraps(original)
+        def step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            seen = source._steps_seen
+            result = original(scaler, *args, **kwargs)
+            source._scaler_stepped(skipped=source._steps_seen == seen)
+            return result
+
+        self._scaler_step = (original, step)
+        torch.amp.GradScaler.step = step  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Remove the hooks; unwrap `GradScaler.step` unless somebody wrapped ours."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._scaler_step is not None:
+            original, ours = self._scaler_step
+            if torch.amp.GradScaler.step is ours:
+                torch.amp.GradScaler.step = original  # type: ignore[method-assign]
+            self._scaler_step = None
+        self._guard.is_open = False
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _is_compiling() or not self._guard.is_open:
+            return
+        try:
+            self._steps_seen += 1
+            recording = self._gate.enter()
+            if recording is None:
+                return
+            stack = self._local.stack
+            if stack and stack[0][0] == id(optimizer):
+                stack.clear()  # its last step raised, and no hook told us
+            timeline = recording.timeline
+            entered = timeline.now()
+            outermost = not stack
+            if outermost and timeline.is_begun and timeline.is_recorded:
+                self._record_seen(recording, optimizer)
+            started = timeline.now()
+            stack.append((id(optimizer), started))
+            timeline.totals.recorder_ns += started - entered
+        except Exception as error:
+            self._guard.failed(error)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _is_compiling() or not self._guard.is_open:
+            return
+        try:
+            recording = self._gate.recording
+            stack = self._local.stack
+            if recording is None or not stack:
+                return
+            timeline = recording.timeline
+            _, started = stack.pop()
+            if stack:
+                return
+            ended = timeline.now()
+            timeline.totals.optimizer_ns += ended - started
+            timeline.totals.skipped = timeline.totals.skipped or False
+            if timeline.is_recorded and recording.settings.records("params"):
+                record_parameters_after(recording, self._not_yet_after(recording, optimizer))
+            timeline.totals.recorder_ns += timeline.now() - ended
+            timeline.optimizer_stepped()
+        except Exception as error:
+            self._guard.failed(error)
+
+    def _scaler_stepped(self, *, skipped: bool) -> None:
+        recording = self._gate.recording
+        if not self._guard.is_open or recording is None:
+            return
+        try:
+            if skipped:
+                recording.timeline.totals.skipped = True
+                recording.timeline.optimizer_stepped()
+        except Exception as error:
+            self._guard.failed(error)
+
+    def _record_seen(self, recording: Recording, optimizer: Optimizer) -> None:
+        """The optimizer's groups, and the gradients it is about to use."""
+        index = self._index(optimizer)
+        for place, group in enumerate(optimizer.param_groups):
+            names = [recording.names.tensor(p) for p in group["params"]]
+            recording.rows.optimizer_group(
+                index,
+                place,
+                type(optimizer).__name__,
+                _number(group.get("lr")),
+                _hyperparameters(group),
+                [None if name is None else name.fqn for name in names],
+            )
+        if recording.settings.records("params"):
+            totals = recording.timeline.totals
+            record_gradients(
+                recording,
+                "final",
+                max(0, totals.engine_calls - 1),
+                max(0, recording.timeline.microbatch - 1),
+                _named(recording, optimizer),
+            )
+
+    def _not_yet_after(
+        self, recording: Recording, optimizer: Optimizer
+    ) -> list[tuple[ParameterName, torch.Tensor]]:
+        """Its parameters, without those that an earlier optimizer of the same step has left a row of."""
+        step = recording.timeline.step
+        if self._after_at[0] != step:
+            self._after_at = (step, set())
+        done = self._after_at[1]
+        chosen = []
+        for name, tensor in _named(recording, optimizer):
+            if (name.root, name.fqn) not in done:
+                done.add((name.root, name.fqn))
+                chosen.append((name, tensor))
+        return chosen
+
+    def _index(self, optimizer: Optimizer) -> int:
+        known = self._indexes.get(id(optimizer))
+        if known is None or known[0]() is not optimizer:
+            known = (weakref.ref(optimizer), self._next_index)
+            self._next_index += 1
+            self._indexes[id(optimizer)] = known
+        return known[1]
+
+
+def _named(
+    recording: Recording, optimizer: Optimizer
+) -> list[tuple[ParameterName, torch.Tensor]]:
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = recording.names.tensor(parameter)
+            if name is not None:
+                found.append((name, parameter))
+    return found
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _hyperparameters(group: dict[str, Any]) -> str:
+    """The group's numbers, switches and texts but the learning rate, as JSON with sorted keys."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return [plain(v) for v in value]
+        if isinstance(value, torch.Tensor):
+            return _number(value)
+        return value if isinstance(value, int | float | str | bool | type(None)) else str(type(value))
+
+    return json.dumps({k: plain(v) for k, v in sorted(group.items()) if k not in ("params", "lr")})

@@ -1,0 +1,51 @@
+"""Snapshots of a job's state at one point of a step: parameters, buffers, gradients, generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from gradtrace_recorder.naming import ParameterName
+from gradtrace_recorder.recording import Recording
+from gradtrace_recorder.summaries.summariser import unseen
+from gradtrace_recorder.summaries.values import FINGERPRINT
+
+
+def record_parameters_before(recording: Recording, root: int) -> None:
+    """The root's parameters and buffers as its first forward of the step finds them."""
+    for name, tensor in recording.names.tensors_of(root):
+        recording.rows.parameter(name, "before", tensor, recording.summariser.of(tensor))
+
+
+def record_parameters_after(
+    recording: Recording, parameters: Iterable[tuple[ParameterName, torch.Tensor]]
+) -> None:
+    """Parameters as the optimizer left them."""
+    for name, tensor in parameters:
+        recording.rows.parameter(name, "after", tensor, recording.summariser.of(tensor))
+
+
+def record_gradients(
+    recording: Recording,
+    point: str,
+    backward_index: int,
+    microbatch: int,
+    parameters: Iterable[tuple[ParameterName, torch.Tensor]],
+) -> None:
+    """What lies in `.grad` of these parameters now; those without a gradient leave no row."""
+    for name, tensor in parameters:
+        if not tensor.is_leaf:
+            continue
+        gradient = tensor.grad
+        if gradient is not None:
+            summary = recording.summariser.of(gradient)
+            recording.rows.gradient(name, point, backward_index, microbatch, gradient, summary)
+
+
+def rng_fingerprint(recording: Recording) -> int | None:
+    """Fingerprint of the CPU generator's state, which reading does not change."""
+    with unseen():
+        state = torch.get_rng_state()
+    summary = recording.summariser.of(state)
+    return None if summary is None else int(summary[FINGERPRINT])

@@ -1,0 +1,202 @@
+"""From any tensor of a job to its packed summary, whatever the tensor is and whatever modes are on."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.summaries.torch_ops import TorchSummary
+from gradtrace_recorder.summaries.values import Packed, combined, unread
+from gradtrace_schemas.journal import MAX_DIMENSIONS
+from gradtrace_schemas.summary import STATE_FULL, STATE_NORMS
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_MOST_REMEMBERED = 4096
+
+
+class Summariser:
+    """Summaries of tensors, with what could not be summarised counted by reason.
+
+    `of` may be called in any hook, on any thread that runs Python.
+    """
+
+    def __init__(self, journal: JournalWriter, summary: str) -> None:
+        self.off = summary == "off"
+        self.unsummarised: collections.Counter[str] = collections.Counter()
+        self._norms_only = summary == "norms"
+        self._state = STATE_NORMS if self._norms_only else STATE_FULL
+        self._journal = journal
+        self._dtypes: dict[torch.dtype, int] = {}
+        self._ways = TorchSummary(norms_only=self._norms_only)
+        self._remembered: dict[int, tuple[weakref.ref[torch.Tensor], int, Packed]] = {}
+
+    def of(self, tensor: torch.Tensor) -> Packed | None:
+        """The tensor's packed summary; None where summaries are off."""
+        if self.off:
+            return None
+        reason = _unreadable(tensor)
+        if reason is not None:
+            return self._unread(tensor, reason)
+        with unseen(), torch.no_grad():
+            if type(tensor) in _PLAIN and tensor.layout == torch.strided:
+                return self._strided(tensor)
+            parts = _dense_parts(tensor)
+            if parts is None:
+                return self._unread(tensor, f"subclass {type(tensor).__name__}")
+            return combined([self._strided(part) for part in parts])
+
+    def of_gradient(self, gradient: torch.Tensor) -> Packed | None:
+        """The same inside a backward pass, where a gradient is often handed on unchanged.
+
+        A result is used again only for the same tensor object, proved by a weak reference, at the same
+        version. Called between the Nodes of one pass; `forget` ends it.
+        """
+        key = id(gradient)
+        known = self._remembered.get(key)
+        version = -1 if gradient.is_inference() else gradient._version
+        if known is not None and known[0]() is gradient and known[1] == version:
+            return known[2]
+        packed = self.of(gradient)
+        if packed is not None and version >= 0:
+            if len(self._remembered) > _MOST_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[key] = (weakref.ref(gradient), version, packed)
+        return packed
+
+    def remember(self, gradient: torch.Tensor, packed: Packed) -> None:
+        """Use this summary for that very tensor too: the caller has proved that it holds the same."""
+        if not gradient.is_inference():
+            self._remembered[id(gradient)] = (weakref.ref(gradient), gradient._version, packed)
+
+    def forget(self) -> None:
+        """Nothing computed before may be used again."""
+        self._remembered.clear()
+
+    def of_all(self, values: Any) -> Packed | None:
+        """One summary for all tensors in nested arguments or results of a call."""
+        tensors = [tensor for _, tensor in named_tensors(values)]
+        return combined([self.of(tensor) for tensor in tensors]) if tensors else None
+
+    def _strided(self, tensor: torch.Tensor) -> Packed:
+        numbers = self._ways.numbers(tensor.detach())
+        return (
+            tensor.numel(),
+            *numbers[:6],
+            *numbers[6],
+            self._dtype(tensor.dtype),
+            self._state,
+        )
+
+    def _unread(self, tensor: torch.Tensor, reason: str) -> Packed:
+        self.unsummarised[reason] += 1
+        try:
+            numel = tensor.numel()
+        except Exception:
+            numel = 0
+        return unread(numel, self._dtype(tensor.dtype))
+
+    def _dtype(self, dtype: torch.dtype) -> int:
+        number = self._dtypes.get(dtype)
+        if number is None:
+            number = self._dtypes[dtype] = self._journal.string(str(dtype).removeprefix("torch."))
+        return number
+
+
+def shape_fields(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A shape as the journal packs it: how many sizes, then eight of them."""
+    sizes = tuple(tensor.shape)[:MAX_DIMENSIONS]
+    return (len(sizes), *sizes, *(0,) * (MAX_DIMENSIONS - len(sizes)))
+
+
+def named_tensors(values: Any, name: str = "", depth: int = 0) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in nested tuples, lists, mappings and dataclasses, with dotted names, in order."""
+    if isinstance(values, torch.Tensor):
+        return [(name, values)]
+    if depth > 6 or isinstance(values, str | bytes | int | float | bool | type(None)):
+        return []
+    found: list[tuple[str, torch.Tensor]] = []
+    for key, value in _items(values):
+        found += named_tensors(value, f"{name}.{key}" if name else str(key), depth + 1)
+    return found
+
+
+def _items(values: Any) -> list[tuple[Any, Any]]:
+    if isinstance(values, tuple | list):
+        names: Sequence[Any] = getattr(values, "_fields", range(len(values)))
+        return list(zip(names, values, strict=True))
+    if isinstance(values, collections.abc.Mapping):
+        return list(values.items())
+    fields = getattr(type(values), "__dataclass_fields__", None)
+    return [(key, getattr(values, key, None)) for key in fields] if fields else []
+
+
+def _unreadable(tensor: torch.Tensor) -> str | None:
+    """Why a tensor's values cannot be read here, or None where they can."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "functorch wrapper"
+    if tensor.device.type != "cpu":
+        # A device's values come with the device summaries: reading them here would synchronise.
+        return f"on {tensor.device.type}"
+    subclasses = sys.modules.get("torch._subclasses.fake_tensor")
+    if subclasses is not None and isinstance(tensor, subclasses.FakeTensor):
+        return "fake tensor"
+    if torch.jit.is_tracing():
+        return "tracing"
+    return None
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """What is defined of a tensor that is no plain strided one: its parts, or None."""
+    if hasattr(tensor, "to_local") and hasattr(tensor, "_local_tensor"):
+        local = tensor._local_tensor
+        return [local] if type(local) in _PLAIN and local.layout == torch.strided else None
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
+    if tensor.is_nested:
+        return [tensor.values()] if tensor.layout == torch.jagged else None
+    if tensor.layout == torch.strided and not _overrides_dispatch(tensor):
+        return [tensor.as_subclass(torch.Tensor)]
+    return None
+
+
+def _overrides_dispatch(tensor: torch.Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+@contextlib.contextmanager
+def _autocast_off() -> Any:
+    torch.set_autocast_enabled("cpu", False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", True)
+
+
+_NOTHING_ON = contextlib.nullcontext()
+
+
+def unseen() -> contextlib.AbstractContextManager[Any]:
+    """Our operations are seen by none of the job's modes and cast by no autocast; cheap when none is on."""
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    autocast = torch.is_autocast_enabled("cpu")
+    if not modes and not autocast:
+        return _NOTHING_ON
+    stack = contextlib.ExitStack()
+    if modes:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())
+    if autocast:
+        stack.enter_context(_autocast_off())
+    return stack

@@ -1,0 +1,127 @@
+"""Where in the run we are: step, microbatch, backward pass; and what the current step has taken.
+
+The rule (reference: design, section 3): a step begins at the first grad-mode call of a root that has
+parameters, or top-level engine call, after a step's end; it ends when an optimizer step returns, skipped or
+not. Several optimizer steps without forward or backward between them are one; inside backward they end with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from gradtrace_recorder.attribution import RootCall
+from gradtrace_recorder.settings import Steps
+
+
+class StepTotals:
+    """What one step has taken so far; times in nanoseconds."""
+
+    def __init__(self) -> None:
+        self.start_ns = -1
+        self.end_ns = 0
+        self.forward_ns = 0
+        self.backward_ns = 0
+        self.optimizer_ns = 0
+        self.recorder_ns = 0
+        self.skipped: bool | None = None
+        self.backward_count = 0
+        self.engine_calls = 0
+        self.root_calls: list[RootCall] = []
+        self.rng_fingerprint: int | None = None
+
+
+class Timeline:
+    """The recording's counters. `at_begin` and `at_end` are called when a step begins and is over."""
+
+    def __init__(self, steps: Steps, first_step: int, zero_ns: int) -> None:
+        self.step = first_step
+        self.microbatch = 0
+        self.totals = StepTotals()
+        self.engine_depth = 0
+        self.paused = False
+        self.at_begin: list[Callable[[], None]] = []
+        self.at_end: list[Callable[[], None]] = []
+        self._steps = steps
+        self._zero_ns = zero_ns
+        self._ended = False
+        self._end_after_backward = False
+        self._given = False
+        self._microbatch_given = False
+        self._begun = False
+        self._lock = threading.RLock()
+
+    def now(self) -> int:
+        """Nanoseconds since the recording began."""
+        return time.monotonic_ns() - self._zero_ns
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether this step's events are asked for."""
+        return not self.paused and self.step in self._steps
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether anything that counts has happened in this step."""
+        return self._begun and not self._ended
+
+    def activity(self) -> None:
+        """A grad-mode root call or a top-level engine call: begins the next step after an end."""
+        if self._ended and not self._given:
+            self._advance(self.step + 1)
+        if not self._begun:
+            self._begun = True
+            self._ended = False
+            self.totals.start_ns = self.now()
+            for call in self.at_begin:
+                call()
+
+    def backward_done(self) -> None:
+        """A top-level accumulating backward pass has returned."""
+        self.totals.backward_count += 1
+        if not self._microbatch_given:
+            self.microbatch += 1
+        if self._end_after_backward:
+            self._end_after_backward = False
+            self._ended = True
+
+    def optimizer_stepped(self) -> None:
+        """An optimizer step, or GradScaler's, has returned."""
+        self.totals.end_ns = self.now()
+        if self.engine_depth:
+            self._end_after_backward = True
+        elif self._begun:
+            self._ended = True
+
+    def set_step(self, step: int) -> None:
+        """The job says which step begins; the rule is off from now on."""
+        self._given = True
+        if step != self.step:
+            self._advance(step)
+
+    def set_microbatch(self, microbatch: int) -> None:
+        """The job says which microbatch this is, until the step's end."""
+        self._microbatch_given = True
+        self.microbatch = microbatch
+
+    def finish(self) -> None:
+        """The recording ends: the current step is over, as far as it got."""
+        if self._begun:
+            self._end()
+
+    def _advance(self, step: int) -> None:
+        with self._lock:
+            self._end()
+            self.step = step
+            self.microbatch = 0
+            self._microbatch_given = False
+            self.totals = StepTotals()
+            self._ended = self._begun = False
+
+    def _end(self) -> None:
+        if self._begun:
+            if not self.totals.end_ns:
+                self.totals.end_ns = self.now()
+            for call in self.at_end:
+                call()
