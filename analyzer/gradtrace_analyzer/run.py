@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
-from gradtrace_analyzer.parts import DamagedPart, Part, found_parts, last_record
+from gradtrace_analyzer.journals import Journal, found_journals, leftover_rows
+from gradtrace_analyzer.parts import DamagedPart, Part, found_parts
 from gradtrace_schemas import SCHEMA_VERSION, TABLES, layout
-from gradtrace_schemas.batches import arrow_table
-from gradtrace_schemas.journal import JOURNAL_TABLES, Contents, UnreadableJournal, read_journal
-
-PartsByRank = Mapping[int, tuple[Part, ...]]
+from gradtrace_schemas.journal import Contents
 
 
 @dataclass(frozen=True)
@@ -59,10 +56,10 @@ class Run:
     run_info: Mapping[str, Any]
     world_size: int | None
     ranks: Mapping[int, RankInfo]
-    parts: Mapping[str, PartsByRank]
+    parts: Mapping[str, Mapping[int, tuple[Part, ...]]]
     leftovers: Mapping[str, Mapping[int, pa.Table]]
     journals: Mapping[int, Contents]
-    notices: tuple[str, ...]
+    notices: tuple[str, ...] = ()
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -83,59 +80,38 @@ def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
     Raises NotARun, NoSuchAttempt, NewerSchema.
     """
     place = Path(path)
-    absolute = os.path.abspath(place)
     _require_run(place)
-    run_info = _read_json(place / layout.RUN_FILE) or {}
-    _require_known_schema(place, run_info.get("schema_version"))
-    journals, unreadable = _read_journals(place)
-    parts = found_parts(absolute)
+    journals = found_journals(place)
+    parts, damaged = _sorted_out(found_parts(os.path.abspath(place)))
     rank_files = _rank_files(place)
-    recorded = {a for _, a in rank_files} | {a for _, a in journals}
-    recorded |= {p.part.attempt if isinstance(p, DamagedPart) else p.attempt for p in parts}
+    recorded = {j.attempt for j in journals} | {p.attempt for p in parts}
+    recorded |= {d.part.attempt for d in damaged} | {number for _, number in rank_files}
     attempts = tuple(sorted(recorded | _opened_attempts(place)))
     chosen = _chosen_attempt(place, attempts, recorded, attempt)
-    about = _read_json(layout.attempt_file(place, chosen)) or {}
-    _require_known_schema(place, about.get("schema_version"))
 
-    of_attempt = {rank: found for (rank, a), found in journals.items() if a == chosen}
-    for contents in of_attempt.values():
-        _require_known_schema(place, contents.header["schema_version"])
-    whole: dict[str, dict[int, list[Part]]] = {name: defaultdict(list) for name in TABLES}
-    for part in parts:
-        if isinstance(part, Part) and part.attempt == chosen:
-            whole[part.table][part.rank].append(part)
-    seen = set(of_attempt) | {rank for by_rank in whole.values() for rank in by_rank}
-    ranks = _ranks(rank_files, chosen, seen, of_attempt)
-    damaged = [p for p in parts if isinstance(p, DamagedPart) and p.part.attempt == chosen]
-    leftovers = _leftovers(of_attempt, whole, chosen)
-    world_size = _world_size(run_info, about, ranks)
-    notices = [
-        *_attempt_notices(place, chosen, attempts, recorded),
-        *(
-            f"{place}: {d.part.short_name} {d.why}; rank {d.part.rank}'s rows of {d.part.table} "
-            "in it are missing from every answer"
-            for d in damaged
-        ),
-        *(
-            f"{place}: the journal of rank {rank} cannot be read: {why}"
-            for (rank, a), why in unreadable.items()
-            if a == chosen
-        ),
-    ]
+    journals = [j for j in journals if j.attempt == chosen]
+    contents = {j.rank: j.contents for j in journals if j.contents is not None}
+    by_table = _by_table_and_rank(p for p in parts if p.attempt == chosen)
+    run_info = _read_json(place / layout.RUN_FILE)
+    about = _read_json(layout.attempt_file(place, chosen))
+    for source in (run_info, about, *(c.header for c in contents.values())):
+        _require_known_schema(place, source.get("schema_version"))
+    seen = set(contents) | {rank for by_rank in by_table.values() for rank in by_rank}
+    ranks = _ranks(rank_files, chosen, seen, contents)
     run = Run(
         path=place,
-        name=os.path.basename(absolute),
+        name=os.path.basename(os.path.abspath(place)),
         attempt=chosen,
         attempts=attempts,
         run_info=run_info,
-        world_size=world_size,
+        world_size=_world_size(run_info, about, ranks),
         ranks=ranks,
-        parts={t: {r: tuple(p) for r, p in by_rank.items()} for t, by_rank in whole.items()},
-        leftovers=leftovers,
-        journals=of_attempt,
-        notices=(),
+        parts=by_table,
+        leftovers=_leftovers(contents, by_table),
+        journals=contents,
     )
-    return Run(**{**vars(run), "notices": (*notices, *_rank_notices(run))})
+    damage = [d for d in damaged if d.part.attempt == chosen]
+    return replace(run, notices=tuple(_notices(run, recorded, damage, journals)))
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -178,65 +154,141 @@ def _require_known_schema(place: Path, version: object) -> None:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The file's object, None where it is absent, cut off or no object."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """The file's object, empty where the file is absent, cut off or something else."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _listed(folder: Path, suffix: str) -> dict[tuple[int, int], Path]:
-    try:
-        names = sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
         return {}
-    found = ((layout.rank_and_attempt(name), name) for name in names if name.endswith(suffix))
-    return {place: folder / name for place, name in found if place is not None}
+    return content if isinstance(content, dict) else {}
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _rank_files(run: Path) -> dict[tuple[int, int], Path]:
-    return _listed(run / layout.RANKS, ".json")
+    """The ranks' json by (rank, attempt)."""
+    folder = run / layout.RANKS
+    found = ((layout.rank_and_attempt(n), n) for n in _names(folder) if n.endswith(".json"))
+    return {place: folder / name for place, name in found if place is not None}
 
 
 def _opened_attempts(run: Path) -> set[int]:
-    try:
-        names = os.listdir(run / layout.ATTEMPTS)
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
-    return {number for name in names if (number := layout.attempt_of(name)) is not None}
+    numbers = (layout.attempt_of(name) for name in _names(run / layout.ATTEMPTS))
+    return {number for number in numbers if number is not None}
 
 
 def _chosen_attempt(
     place: Path, attempts: tuple[int, ...], recorded: set[int], asked: int | None
 ) -> int:
     if asked is None:
-        return max(recorded, default=max(attempts, default=0))
+        return max(recorded or attempts, default=0)
     if asked not in attempts:
-        held = f"attempts {spans(attempts)}" if attempts else "no attempt at all"
-        raise NoSuchAttempt(f"{place} holds no attempt {asked}; it has {held}")
+        held = f"it has {spans(attempts)}" if attempts else "nothing was recorded there yet"
+        raise NoSuchAttempt(f"{place} holds no attempt {asked}; {held}")
     return asked
 
 
-def _read_journals(
-    run: Path,
-) -> tuple[dict[tuple[int, int], Contents], dict[tuple[int, int], str]]:
-    """(journals, why others are unreadable), each by rank and attempt."""
-    read: dict[tuple[int, int], Contents] = {}
-    unreadable: dict[tuple[int, int], str] = {}
-    for place, path in _listed(run / layout.JOURNALS, ".journal").items():
-        try:
-            with open(path, "rb", buffering=0) as file:
-                records_first = file.readall()
-                # The records of a living rank may use strings that are newer than the header just read.
-                file.seek(0)
-                start = records_first.find(b"\0" * 64, len(records_first))
-                del start
-                data = file.readall()
-            read[place] = read_journal(data)
-        except FileNotFoundError:
-            continue  # the rank ended meanwhile: all its rows are in parts
-        except (OSError, UnreadableJournal) as error:
-            unreadable[place] = str(error)
-    return read, unreadable
+def _sorted_out(found: Iterable[Part | DamagedPart]) -> tuple[list[Part], list[DamagedPart]]:
+    whole: list[Part] = []
+    damaged: list[DamagedPart] = []
+    for part in found:
+        if isinstance(part, DamagedPart):
+            damaged.append(part)
+        else:
+            whole.append(part)
+    return whole, damaged
+
+
+def _by_table_and_rank(parts: Iterable[Part]) -> dict[str, dict[int, tuple[Part, ...]]]:
+    """Every table is a key; a rank is one where it has parts."""
+    collected: dict[str, dict[int, list[Part]]] = {name: {} for name in TABLES}
+    for part in parts:
+        collected[part.table].setdefault(part.rank, []).append(part)
+    return {
+        table: {rank: tuple(by_rank[rank]) for rank in sorted(by_rank)}
+        for table, by_rank in collected.items()
+    }
+
+
+def _ranks(
+    files: Mapping[tuple[int, int], Path],
+    attempt: int,
+    seen: set[int],
+    journals: Mapping[int, Contents],
+) -> dict[int, RankInfo]:
+    """Every rank that left a json, a part or a journal. A journal tells what a json does not."""
+    known = {rank: path for (rank, number), path in files.items() if number == attempt}
+    found: dict[int, RankInfo] = {}
+    for rank in sorted(seen | set(known)):
+        facts: dict[str, Any] = {"complete": False}
+        if rank in journals:
+            header = journals[rank].header
+            facts |= {name: header[name] for name in ("pid", "wall_start_ns", "monotonic_start_ns")}
+        facts |= _read_json(known[rank]) if rank in known else {}
+        found[rank] = RankInfo(rank, facts | {"rank": rank, "attempt": attempt})
+    return found
+
+
+def _world_size(
+    run_info: Mapping[str, Any], about: Mapping[str, Any], ranks: Mapping[int, RankInfo]
+) -> int | None:
+    sources = (*(info.facts for info in ranks.values()), about or run_info)
+    sizes = [size for s in sources if isinstance(size := s.get("world_size"), int)]
+    return max(sizes, default=None)
+
+
+def _leftovers(
+    journals: Mapping[int, Contents], parts: Mapping[str, Mapping[int, tuple[Part, ...]]]
+) -> dict[str, dict[int, pa.Table]]:
+    found: dict[str, dict[int, pa.Table]] = {}
+    for rank, contents in sorted(journals.items()):
+        of_rank = {table: by_rank.get(rank, ()) for table, by_rank in parts.items()}
+        for table, rows in leftover_rows(contents, of_rank).items():
+            found.setdefault(table, {})[rank] = rows
+    return found
+
+
+def _notices(
+    run: Run, recorded: set[int], damaged: Iterable[DamagedPart], journals: Iterable[Journal]
+) -> Iterator[str]:
+    older = [a for a in run.attempts if a < run.attempt and a in recorded]
+    newer = [a for a in run.attempts if a > run.attempt]
+    if older:
+        yield f"{run.path}: attempt {run.attempt} is read, not {spans(older)} before it (--attempt)"
+    if newer:
+        why = "which is newer" if set(newer) & recorded else "which recorded nothing"
+        yield f"{run.path}: attempt {run.attempt} is read, not {spans(newer)}, {why} (--attempt)"
+    if run.missing_ranks:
+        asked = {
+            ",".join(map(str, chosen))
+            for info in run.ranks.values()
+            if (chosen := (info.facts.get("settings") or {}).get("ranks"))
+        }
+        because = f"; GRADTRACE_RANKS was {' or '.join(sorted(asked))}" if asked else ""
+        yield f"{run.path} lacks {ranks_phrase(run.missing_ranks)} of {run.world_size}{because}"
+    if run.incomplete_ranks:
+        read = sum(len(rows) for by_rank in run.leftovers.values() for rows in by_rank.values())
+        rows = f"; {read:,} rows were read from journals" if read else ""
+        yield (
+            f"{run.path}: {ranks_phrase(run.incomplete_ranks)} did not close the recording "
+            f"(killed, or still running){rows}"
+        )
+    torn = sum(contents.torn_count for contents in run.journals.values())
+    if torn:
+        yield f"{run.path}: {torn:,} journal records were only half written, and are left out"
+    for journal in journals:
+        if journal.contents is None:
+            yield (
+                f"{run.path}: the journal of rank {journal.rank} cannot be read, "
+                f"its last rows are missing: {journal.why_unreadable}"
+            )
+    for d in damaged:
+        yield (
+            f"{run.path}: {d.part.short_name} {d.why}; the rows of {d.part.table} that rank "
+            f"{d.part.rank} had in it are missing from every answer"
+        )

@@ -168,6 +168,7 @@ class NodeHooks:
         "name",
         "number",
         "occurrence",
+        "own_ns",
         "parameter",
         "parameter_fqn",
         "python_defined",
@@ -194,6 +195,7 @@ class NodeHooks:
         self.mutable_before: Packed | None = None
         self.local: tuple[tuple[int, ...], int, Packed] | None = None
         self.index = -1
+        self.own_ns = 0
         self.start = 0
         self.thread = 0
 
@@ -257,7 +259,9 @@ class NodeHooks:
             watch.recording.journal.pop_running(self.thread)
             if self.frame is not None and torch.is_grad_enabled():
                 watch.recording.attribution.mark(_get_sequence_nr(), None)
-            self._record(end, grad_inputs, grad_outputs)
+            # What the hook after accumulation took is ours, not the Node's.
+            self._record(end - self.own_ns, grad_inputs, grad_outputs)
+            self.own_ns = 0
             timeline = watch.recording.timeline
             timeline.totals.recorder_ns += timeline.now() - end
         except Exception as error:
@@ -280,7 +284,8 @@ class NodeHooks:
             recording.rows.gradient(
                 self.parameter, "local", watch.backward_index, watch.microbatch, gradient, summary
             )
-            recording.timeline.totals.recorder_ns += recording.timeline.now() - entered
+            self.own_ns = recording.timeline.now() - entered
+            recording.timeline.totals.recorder_ns += self.own_ns
         except Exception as error:
             watch.guard.failed(error)
 

@@ -1,0 +1,392 @@
+"""Two runs into pairs of rows, and of these the pairs that differ. Rows pair by what they are, not by when.
+
+The SQL here reads the schemas `baseline` and `candidate` of a connection and leaves one temporary table per
+link table; Python sees only the rows of one step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import duckdb
+
+from gradtrace_analyzer.links import LINK_TABLES, LinkTable, link_of
+from gradtrace_analyzer.tolerance import tolerance, tolerance_sql
+from gradtrace_schemas.steps import DIGEST_LINKS
+
+_STATISTICS = ("numel", "dtype", "norm", "abs_max", "sum", "nan_count", "inf_count", "sketch")
+
+# Rows of one step that are looked at one by one. Far more than any origin needs.
+MOST_DIFFERENCES = 200_000
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one summary was on both sides. `error` is the relative error, None where finite values turned
+    into non-finite ones, or one side has no summary. Statistics are None of a side that lacks the row."""
+
+    differs: bool
+    error: float | None
+    tolerance: float
+    baseline: Mapping[str, Any] | None
+    candidate: Mapping[str, Any] | None
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether it differs by more than rounding."""
+        return self.differs and (self.error is None or self.error > self.tolerance)
+
+    @property
+    def factor(self) -> float | None:
+        """f where candidate = f x baseline within noise and f is not 1: from the sketches, which are linear."""
+        if self.baseline is None or self.candidate is None:
+            return None
+        a, b = self.baseline.get("sketch"), self.candidate.get("sketch")
+        if not a or not b or len(a) != len(b):
+            return None
+        square = sum(x * x for x in a)
+        if square == 0 or not math.isfinite(square):
+            return None
+        factor = sum(x * y for x, y in zip(a, b, strict=True)) / square
+        rest = math.sqrt(sum((y - factor * x) ** 2 for x, y in zip(a, b, strict=True)) / square)
+        # Another difference of the same size lies along the baseline this closely by chance about once in
+        # a thousand times with 4 lanes, and far more rarely with 16.
+        return factor if abs(factor - 1) > 1e-5 and rest < 0.05 * abs(factor - 1) else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A pair of rows that differ, or a row that one side alone has (`only_in`).
+
+    `order` is the place in the rank's step, in program order.
+    """
+
+    table: str
+    rank: int
+    step: int
+    order: float
+    only_in: str | None
+    key: Mapping[str, Any]
+    event_index: int | None = None
+    reads: Change | None = None
+    writes: Change | None = None
+    values: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def link(self) -> str:
+        """The link of the chain that the row stands for."""
+        return link_of(self.table, self.key.get("point"))
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether it is more than rounding."""
+        changes = [change for change in (self.reads, self.writes) if change is not None]
+        exceeding = any(change.exceeds for change in changes)
+        return self.only_in is not None or exceeding or bool(self.values)
+
+
+class Alignment:
+    """The pairs of two runs on one connection, which must hold the schemas `baseline` and `candidate`."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection, ranks: Sequence[int]) -> None:
+        self._connection = connection
+        self._tables: list[LinkTable] = []
+        self._ranks = ", ".join(map(str, ranks)) or "NULL"
+        connection.execute(_SEEN.format(ranks=self._ranks))
+        connection.execute(_SUSPECTS.format(equal=_digests_agree()))
+        for table in LINK_TABLES:
+            connection.execute(_differing(table))
+
+    def steps(self) -> dict[str, list[int]]:
+        """Steps by where they were seen: `both`, `baseline`, `candidate` alone."""
+        rows = self._connection.execute(
+            "SELECT step, bool_or(side = 'baseline'), bool_or(side = 'candidate') "
+            "FROM seen GROUP BY step ORDER BY step"
+        ).fetchall()
+        return {
+            "both": [s for s, b, c in rows if b and c],
+            "baseline": [s for s, b, c in rows if b and not c],
+            "candidate": [s for s, b, c in rows if c and not b],
+        }
+
+    def compared(self) -> dict[str, int]:
+        """Rows of the baseline that had a step on the other side, by table."""
+        counts = {}
+        for table in LINK_TABLES:
+            counts[table.table] = self._number(
+                f"SELECT count(*) FROM baseline.{table.table} SEMI JOIN common USING (rank, step)"
+            )
+        return counts
+
+    def summarised(self) -> int:
+        """How many Nodes, module calls, gradients and parameters have a summary on both sides' terms."""
+        return sum(
+            self._number(
+                f"SELECT count({table.sides[-1][1]}norm) FROM {side}.{table.table} "
+                "SEMI JOIN common USING (rank, step)"
+            )
+            for table in LINK_TABLES
+            if table.sides
+            for side in ("baseline",)
+        )
+
+    def first_step(self, *, exceeding: bool) -> int | None:
+        """The first step with a difference, or with one beyond tolerance."""
+        condition = "WHERE exceeds" if exceeding else ""
+        steps = [
+            self._number(f"SELECT min(step) FROM differing_{t.table} {condition}")
+            for t in LINK_TABLES
+        ]
+        return min((s for s in steps if s is not None), default=None)
+
+    def differences_at(self, step: int) -> list[Difference]:
+        """All differences of one step, in program order within each rank."""
+        found: list[Difference] = []
+        for table in LINK_TABLES:
+            cursor = self._connection.execute(
+                f"SELECT * FROM differing_{table.table} WHERE step = ? ORDER BY place "
+                f"LIMIT {MOST_DIFFERENCES}",
+                [step],
+            )
+            names = [column[0] for column in cursor.description or ()]
+            found += [
+                _difference(table, dict(zip(names, row, strict=True)))
+                for row in cursor.fetchall()
+            ]
+        found.sort(key=lambda d: (d.rank, d.order))
+        return found
+
+    def equal_before(self, difference: Difference) -> int:
+        """How many rows of its table and kind the rank had before it in that step, all equal."""
+        return self._number(
+            f"SELECT count(*) FROM baseline.{difference.table} t JOIN step_start s "
+            "USING (rank, step) WHERE s.side = 'baseline' AND rank = ? AND step = ? "
+            "AND record_index - s.first < ?",
+            [difference.rank, difference.step, difference.order],
+        )
+
+    def spread(self) -> list[dict[str, Any]]:
+        """For each rank and link: the first step that differs, how many rows do, the largest error."""
+        found = []
+        for table in LINK_TABLES:
+            point = "key_point" if "point" in table.key else "NULL"
+            rows = self._connection.execute(
+                f"SELECT rank, {point}, min(step), count(*), max(error), bool_or(exceeds) "
+                f"FROM differing_{table.table} GROUP BY ALL"
+            ).fetchall()
+            found += [
+                {
+                    "rank": rank,
+                    "link": link_of(table.table, name),
+                    "first_step": first,
+                    "row_count": count,
+                    "largest_error": error,
+                    "beyond_tolerance": beyond,
+                }
+                for rank, name, first, count, error, beyond in rows
+            ]
+        return found
+
+    def rng_differs(self, step: int) -> set[int]:
+        """Ranks whose random generator stood elsewhere at the step's first forward."""
+        rows = self._connection.execute(
+            "SELECT rank FROM baseline.steps b JOIN candidate.steps c USING (rank, step) "
+            "WHERE step = ? AND b.rng_fingerprint <> c.rng_fingerprint",
+            [step],
+        ).fetchall()
+        return {rank for (rank,) in rows}
+
+    def module_fqns(self, step: int, rank: int, root: int) -> set[str]:
+        """The modules of a root that were called in a step."""
+        rows = self._connection.execute(
+            "SELECT DISTINCT module_fqn FROM baseline.module_calls "
+            "WHERE step = ? AND rank = ? AND root = ?",
+            [step, rank, root],
+        ).fetchall()
+        return {fqn for (fqn,) in rows}
+
+    def lone_names(self) -> list[dict[str, str]]:
+        """Modules and parameters that one side alone has, over all common steps."""
+        found = []
+        for kind, table, column in (
+            ("module", "module_calls", "module_fqn"),
+            ("parameter", "parameters", "parameter_fqn"),
+        ):
+            for side, other in (("baseline", "candidate"), ("candidate", "baseline")):
+                rows = self._connection.execute(
+                    f"SELECT DISTINCT {column} FROM {side}.{table} SEMI JOIN common USING (rank, step) "
+                    f"EXCEPT SELECT DISTINCT {column} FROM {other}.{table} "
+                    f"SEMI JOIN common USING (rank, step) ORDER BY 1"
+                ).fetchall()
+                found += [{"kind": kind, "name": name, "only_in": side} for (name,) in rows]
+        return found
+
+    def _number(self, query: str, parameters: Sequence[Any] = ()) -> Any:
+        row = self._connection.execute(query, list(parameters)).fetchone()
+        return row[0] if row else None
+
+
+_SEEN = """
+CREATE TEMP TABLE step_start AS
+SELECT side, rank, step, min(record_index) AS first FROM (
+    SELECT 'baseline' AS side, rank, step, record_index FROM baseline.parameters
+    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.inputs
+    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.backward_passes
+    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.module_calls
+    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.node_events
+    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.steps
+    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.parameters
+    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.inputs
+    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.backward_passes
+    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.module_calls
+    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.node_events
+    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.steps
+) WHERE rank IN ({ranks}) GROUP BY ALL;
+CREATE TEMP TABLE seen AS SELECT side, rank, step FROM step_start;
+CREATE TEMP TABLE common AS
+SELECT rank, step FROM seen WHERE side = 'baseline'
+INTERSECT SELECT rank, step FROM seen WHERE side = 'candidate';
+"""
+
+# Steps of a rank whose digests do not prove them equal. Losses and groups are in no digest: they are few.
+_SUSPECTS = """
+CREATE TEMP TABLE suspects AS
+SELECT rank, step FROM common ANTI JOIN (
+    SELECT rank, step FROM baseline.steps b JOIN candidate.steps c USING (rank, step) WHERE {equal}
+) equal USING (rank, step)
+"""
+
+
+def _digests_agree() -> str:
+    columns = [f"digest_{link}" for link in DIGEST_LINKS]
+    some = " OR ".join(f"b.{name} IS NOT NULL" for name in columns)
+    # A link without rows has no digest on either side.
+    same = " AND ".join(f"b.{name} IS NOT DISTINCT FROM c.{name}" for name in columns)
+    return f"({some}) AND {same}"
+
+
+def _differing(table: LinkTable) -> str:
+    """The statement that makes `differing_<table>`: pairs that differ, and rows without a partner."""
+    name = table.table
+    limit = "common" if table.values else "suspects"
+    key = ", ".join(table.key)
+
+    def side(schema: str) -> str:
+        return (
+            f"SELECT t.*, s.first, row_number() OVER (PARTITION BY t.rank, t.step, {key} "
+            f"ORDER BY t.record_index) AS nth FROM {schema}.{name} t "
+            f"SEMI JOIN {limit} USING (rank, step) JOIN step_start s "
+            f"ON s.side = '{schema}' AND s.rank = t.rank AND s.step = t.step"
+        )
+
+    on = " AND ".join(f"b.{k} IS NOT DISTINCT FROM c.{k}" for k in table.key)
+    columns = [
+        "coalesce(b.rank, c.rank) AS rank",
+        "coalesce(b.step, c.step) AS step",
+        "coalesce(b.record_index - b.first, c.record_index - c.first) AS place",
+        "CASE WHEN b.rank IS NULL THEN 'candidate' WHEN c.rank IS NULL THEN 'baseline' END AS only_in",
+        *(f"coalesce(b.{k}, c.{k}) AS key_{k}" for k in table.key),
+        *(["coalesce(b.event_index, c.event_index) AS event_index"] * (name == "node_events")),
+    ]
+    differs, exceeds, errors = [], [], []
+    for role, p in table.sides:
+        columns += [
+            f"{_summary_differs(p)} AS {role}_differs",
+            f"{_relative_error(p)} AS {role}_error",
+            *(f"b.{p}{s} AS {role}_b_{s}, c.{p}{s} AS {role}_c_{s}" for s in _STATISTICS),
+        ]
+        differs.append(_summary_differs(p))
+        errors.append(f"CASE WHEN {_summary_differs(p)} THEN {_relative_error(p)} END")
+        allowed = tolerance_sql(f"coalesce(c.{p}dtype, b.{p}dtype)", "coalesce(b.step, c.step)")
+        exceeds.append(
+            f"({_summary_differs(p)} AND coalesce({_relative_error(p)} > {allowed}, true))"
+        )
+    for value in table.values:
+        columns.append(f"b.{value} AS value_b_{value}, c.{value} AS value_c_{value}")
+        differs.append(f"b.{value} IS DISTINCT FROM c.{value}")
+        if value == "loss":
+            exceeds.append(_LOSS_EXCEEDS)
+        else:
+            exceeds.append(differs[-1])
+    if name == "backward_passes":
+        errors.append("abs(b.loss - c.loss) / greatest(abs(b.loss), abs(c.loss))")
+    columns += [
+        f"(b.rank IS NULL OR c.rank IS NULL OR {' OR '.join(exceeds)}) AS exceeds",
+        f"greatest({', '.join([*errors, 'NULL'])}) AS error",
+    ]
+    return (
+        f"CREATE TEMP TABLE differing_{name} AS WITH b AS ({side('baseline')}), "
+        f"c AS ({side('candidate')}) SELECT {', '.join(columns)} FROM b FULL OUTER JOIN c "
+        f"ON b.rank = c.rank AND b.step = c.step AND b.nth = c.nth AND {on} "
+        f"WHERE b.rank IS NULL OR c.rank IS NULL OR {' OR '.join(differs)}"
+    )
+
+
+# A loss is one number, summed over many: it is allowed what a float32 sum is.
+_LOSS_EXCEEDS = (
+    "(b.loss IS DISTINCT FROM c.loss AND coalesce(abs(b.loss - c.loss) > "
+    f"greatest(abs(b.loss), abs(c.loss)) * {tolerance('float32', 0)!r} * (b.step + 1) "
+    "OR isnan(b.loss) OR isnan(c.loss), true))"
+)
+
+
+def _summary_differs(p: str) -> str:
+    norms = " OR ".join(
+        f"b.{p}{s} IS DISTINCT FROM c.{p}{s}"
+        for s in ("numel", "norm", "abs_max", "sum", "nan_count", "inf_count")
+    )
+    return (
+        f"(CASE WHEN b.{p}fingerprint IS NOT NULL AND c.{p}fingerprint IS NOT NULL "
+        f"THEN b.{p}fingerprint <> c.{p}fingerprint ELSE ({norms}) END)"
+    )
+
+
+def _relative_error(p: str) -> str:
+    larger = f"greatest(b.{p}norm, c.{p}norm)"
+    return (
+        f"(CASE WHEN b.{p}nan_count <> c.{p}nan_count OR b.{p}inf_count <> c.{p}inf_count THEN NULL "
+        f"WHEN {larger} = 0 THEN 0 "
+        f"WHEN len(b.{p}sketch) = len(c.{p}sketch) THEN "
+        f"list_distance(b.{p}sketch::DOUBLE[], c.{p}sketch::DOUBLE[]) / {larger} "
+        f"ELSE abs(b.{p}norm - c.{p}norm) / {larger} END)"
+    )
+
+
+def _difference(table: LinkTable, row: Mapping[str, Any]) -> Difference:
+    changes: dict[str, Change] = {}
+    only_in = row["only_in"]
+    for role, _ in table.sides:
+        sides = {
+            side: {s: row[f"{role}_{side}_{s}"] for s in _STATISTICS} for side in ("b", "c")
+        }
+        baseline = None if only_in == "candidate" else sides["b"]
+        candidate = None if only_in == "baseline" else sides["c"]
+        dtype = sides["c"]["dtype"] or sides["b"]["dtype"]
+        changes[role] = Change(
+            differs=bool(row[f"{role}_differs"]),
+            error=row[f"{role}_error"],
+            tolerance=tolerance(dtype, row["step"]),
+            baseline=baseline,
+            candidate=candidate,
+        )
+    pairs = {v: (row[f"value_b_{v}"], row[f"value_c_{v}"]) for v in table.values}
+    return Difference(
+        table=table.table,
+        rank=row["rank"],
+        step=row["step"],
+        order=float(row["place"]),
+        only_in=only_in,
+        key={k: row[f"key_{k}"] for k in table.key},
+        event_index=row.get("event_index"),
+        reads=changes.get("reads"),
+        writes=changes.get("writes"),
+        values={v: pair for v, pair in pairs.items() if not _same(*pair)},
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    both_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
+    return both_nan or a == b

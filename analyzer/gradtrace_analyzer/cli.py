@@ -1,0 +1,80 @@
+"""The command `analyzer`: finds its commands, and turns errors into sentences and exit codes.
+
+Exit codes: 0 same or nothing found, 1 different or found, 2 cannot tell. A command returns its code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+import traceback
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+import click
+
+from gradtrace_analyzer import commands
+from gradtrace_analyzer.errors import GradtraceError
+
+_CANNOT_TELL = 2
+_INTERRUPTED = 130  # as shells report SIGINT, and SIGPIPE below
+_PIPE_CLOSED = 141
+
+
+class Analyzer(click.Group):
+    """Commands are the modules of the package `commands`, imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names, without importing anything."""
+        return sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The object of the module's own name, None where there is no such module."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        module = importlib.import_module(f"{commands.__name__}.{cmd_name}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def main(self, *args: Any, **extra: Any) -> NoReturn:
+        """Run, and leave with the exit code. Bugs of ours keep their traceback."""
+        try:
+            code = super().main(*args, **{**extra, "standalone_mode": False})
+            sys.stdout.flush()
+        except GradtraceError as error:
+            click.echo(f"analyzer: {error}", err=True)
+            sys.exit(error.exit_code)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(_CANNOT_TELL)
+        except (click.Abort, KeyboardInterrupt):
+            sys.exit(_INTERRUPTED)
+        except BrokenPipeError:
+            # The reader has seen enough (`| head`). What is still buffered must not fail at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(_PIPE_CLOSED)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+@click.group(cls=Analyzer)
+@click.version_option(version("gradtrace"), prog_name="analyzer")
+def analyzer() -> None:
+    """Finds where two recordings of training runs, or two ranks of one, part.
+
+    Answers go to stdout, all else to stderr. Exit status: 0 same, 1 different, 2 cannot tell.
+    """
+
+
+def main() -> NoReturn:
+    """The console script. A bug of ours is 2, cannot tell: Python's own 1 would say different."""
+    try:
+        analyzer()
+    except Exception:
+        traceback.print_exc()
+    sys.exit(_CANNOT_TELL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""One module per command, of the command's name: options in, exit code out. Here is what they share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import click
+
+from gradtrace_analyzer.run import Run, open_run
+
+format_option = click.option(
+    "--format",
+    "format",
+    type=click.Choice(["table", "json", "csv"]),
+    default="table",
+    show_default=True,
+    help="How the answer is written.",
+)
+attempt_option = click.option(
+    "--attempt",
+    type=click.IntRange(min=0),
+    help="Which start of the job to read.  [default: the newest that recorded anything]",
+)
+runs_argument = click.argument(
+    "runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=str)
+)
+
+
+def opened_runs(
+    paths: Sequence[str | os.PathLike[str]], attempt: int | None = None
+) -> tuple[Run, ...]:
+    """The runs, what they lack told on stderr."""
+    runs = tuple(open_run(path, attempt) for path in paths)
+    for run in runs:
+        for notice in run.notices:
+            tell(notice)
+    return runs
+
+
+def tell(notice: str) -> None:
+    """Say something on stderr that is no part of the answer."""
+    click.echo(f"analyzer: {notice}", err=True)
+
+
+def answer(lines: Iterable[str]) -> None:
+    """Write the answer's lines to stdout."""
+    for line in lines:
+        click.echo(line)

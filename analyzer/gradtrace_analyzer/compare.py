@@ -1,0 +1,250 @@
+"""Compares two opened runs: what can be compared, what differs, and what that means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import duckdb
+
+from gradtrace_analyzer.align import Alignment, Difference
+from gradtrace_analyzer.database import connect_pair
+from gradtrace_analyzer.diff import Answer, Cover, Origin, firsts, split_by_inheritance
+from gradtrace_analyzer.run import Run, ranks_phrase, spans
+
+# Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
+WITNESS_ROWS = 8
+
+# What cannot differ by rounding: it is given to the step, not computed in it.
+_GIVEN = frozenset({"parameters", "rng", "inputs", "structure"})
+
+
+def compare(baseline: Run, candidate: Run, *, exact: bool = False) -> Answer:
+    """The answer of `analyzer diff`. With `exact` any changed bit is a difference."""
+    runs = {"baseline": baseline, "candidate": candidate}
+    ranks = sorted(set(baseline.ranks) & set(candidate.ranks))
+    connection = connect_pair(baseline, candidate)
+    try:
+        return _compared(connection, runs, ranks, exact)
+    finally:
+        connection.close()
+
+
+def _compared(
+    connection: duckdb.DuckDBPyConnection,
+    runs: Mapping[str, Run],
+    ranks: Sequence[int],
+    exact: bool,
+) -> Answer:
+    alignment = Alignment(connection, ranks)
+    steps = alignment.steps()
+    cover = _cover(runs, ranks, steps, alignment.compared())
+    configuration = _configuration(runs)
+    lone = [*_lone_ranks(cover), *alignment.lone_names()]
+
+    def answer(verdict: Any, reason: str, **found: Any) -> Answer:
+        return Answer(
+            verdict,
+            reason,
+            tuple(found.pop("origins", ())),
+            tuple(found.pop("inherited", ())),
+            cover,
+            tuple(configuration),
+            tuple(lone),
+            tuple(alignment.spread()),
+            tuple(found.pop("notes", ())),
+        )
+
+    nothing = _nothing_to_compare(runs, ranks, steps, alignment)
+    if nothing is not None:
+        return answer("incomparable", nothing)
+    step = alignment.first_step(exceeding=False)
+    if step is None:
+        if not cover.is_whole:
+            return answer("incomparable", _not_whole(cover))
+        notes = _rng_notes(alignment, steps["both"])
+        if any(entry["kind"] in ("module", "parameter") for entry in lone):
+            return answer("different", "names", notes=notes)
+        return answer("identical", "", notes=notes)
+
+    origins, inherited = _places(alignment, step, exceeding=False)
+    reproducible = not configuration and _is_reproducible(alignment, steps["both"], step, origins)
+    if exact or reproducible or any(o.link in _GIVEN for o in origins):
+        reason = "exact" if exact else "reproducible" if reproducible else "given"
+        return answer("different", reason, origins=origins, inherited=inherited)
+    step = alignment.first_step(exceeding=True)
+    if step is None:
+        return answer("within_tolerance", "", origins=origins, inherited=inherited)
+    origins, inherited = _places(alignment, step, exceeding=True)
+    return answer("different", "beyond", origins=origins, inherited=inherited)
+
+
+def _places(
+    alignment: Alignment, step: int, *, exceeding: bool
+) -> tuple[list[Origin], list[Origin]]:
+    differences = alignment.differences_at(step)
+    modules = {
+        d.rank: alignment.module_fqns(step, d.rank, d.key["root"]) for d in _module_calls(differences)
+    }
+    return split_by_inheritance(
+        firsts(differences, alignment.rng_differs(step), modules, exceeding=exceeding)
+    )
+
+
+def _module_calls(differences: Sequence[Difference]) -> list[Difference]:
+    """The first differing module call of each rank."""
+    first: dict[int, Difference] = {}
+    for difference in differences:
+        if difference.table == "module_calls":
+            first.setdefault(difference.rank, difference)
+    return list(first.values())
+
+
+def _is_reproducible(
+    alignment: Alignment, steps: Sequence[int], step: int, origins: Sequence[Origin]
+) -> bool:
+    """The determinism witness: links of the same kind gave bit-equal outputs until here.
+
+    A whole step before this one, on all ranks, is one; so are enough rows in this step.
+    """
+    if any(s < step for s in steps):
+        return True
+    return bool(origins) and all(
+        alignment.equal_before(o.difference) >= WITNESS_ROWS for o in origins
+    )
+
+
+def _nothing_to_compare(
+    runs: Mapping[str, Run],
+    ranks: Sequence[int],
+    steps: Mapping[str, Sequence[int]],
+    alignment: Alignment,
+) -> str | None:
+    a, b = runs["baseline"], runs["candidate"]
+    if not ranks:
+        return f"no rank was recorded on both sides: {_held(a.ranks)} against {_held(b.ranks)}"
+    if not steps["both"]:
+        return (
+            "no step was recorded on both sides: "
+            f"{_held(steps['baseline'], 'step')} against {_held(steps['candidate'], 'step')}"
+        )
+    if not alignment.summarised():
+        return (
+            "neither values nor norms were recorded (GRADTRACE_SUMMARY=off, or nothing that could be "
+            "summarised); names and times cannot tell whether the runs agree"
+        )
+    return None
+
+
+def _held(numbers: Sequence[int] | Mapping[int, Any], what: str = "rank") -> str:
+    return f"{what}s {spans(numbers)}" if numbers else f"no {what}"
+
+
+def _not_whole(cover: Cover) -> str:
+    lacking = [
+        f"the {side} lacks {ranks_phrase(missing)}"
+        for side, missing in cover.missing_ranks.items()
+        if missing
+    ]
+    return f"{' and '.join(lacking)}, of which nothing can be said"
+
+
+def _cover(
+    runs: Mapping[str, Run],
+    ranks: Sequence[int],
+    steps: Mapping[str, Sequence[int]],
+    rows: Mapping[str, int],
+) -> Cover:
+    everywhere = {r for run in runs.values() for r in (*run.ranks, *run.missing_ranks)}
+    worlds = {run.world_size for run in runs.values()}
+    missing = {
+        side: tuple(sorted(everywhere - set(run.ranks))) if len(worlds) == 1 else ()
+        for side, run in runs.items()
+    }
+    if len(worlds) > 1:
+        missing = {side: run.missing_ranks for side, run in runs.items()}
+    both_filtered = _common_rank_filter(runs)
+    if both_filtered:
+        missing = {
+            side: tuple(r for r in absent if any(r in run.ranks for run in runs.values()))
+            for side, absent in missing.items()
+        }
+    other = {"baseline": "candidate", "candidate": "baseline"}
+    return Cover(
+        ranks=tuple(ranks),
+        steps=tuple(steps["both"]),
+        rows=rows,
+        missing_ranks=missing,
+        missing_steps={side: tuple(steps[other[side]]) for side in runs},
+        incomplete_ranks={side: run.incomplete_ranks for side, run in runs.items()},
+        dropped={side: _counts(run, "dropped") for side, run in runs.items()},
+        unsummarised={side: _counts(run, "unsummarised") for side, run in runs.items()},
+        filters={side: _filters(run) for side, run in runs.items()},
+    )
+
+
+def _common_rank_filter(runs: Mapping[str, Run]) -> bool:
+    """Whether both sides were asked for the same ranks only: the others are missed by nobody."""
+    asked = [
+        {str(info.facts.get("settings", {}).get("ranks")) for info in run.ranks.values()}
+        for run in runs.values()
+    ]
+    return asked[0] == asked[1] and asked[0] not in ({"[]"}, set())
+
+
+def _counts(run: Run, name: str) -> dict[str, int]:
+    """Counts of all ranks' json, added up by reason."""
+    total: dict[str, int] = {}
+    for info in run.ranks.values():
+        for reason, count in (info.facts.get(name) or {}).items():
+            total[reason] = total.get(reason, 0) + count
+    return total
+
+
+def _filters(run: Run) -> dict[str, Any]:
+    for info in run.ranks.values():
+        settings = info.facts.get("settings") or {}
+        return {k: v for k, v in settings.items() if k in ("steps", "ranks", "modules") and v}
+    return {}
+
+
+def _configuration(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
+    """What differs between the sides' versions, settings and switches: it is often the answer."""
+    sides = {side: _facts(run) for side, run in runs.items()}
+    names = sorted({name for facts in sides.values() for name in facts})
+    found = []
+    for name in names:
+        a, b = sides["baseline"].get(name), sides["candidate"].get(name)
+        if a != b:
+            found.append({"name": name, "baseline": a, "candidate": b})
+    return found
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    facts: dict[str, Any] = {"world_size": run.world_size}
+    for info in run.ranks.values():
+        for group in ("versions", "environment"):
+            facts.update(info.facts.get(group) or {})
+        break
+    facts.pop("gradtrace", None)
+    return facts
+
+
+def _lone_ranks(cover: Cover) -> list[dict[str, Any]]:
+    other = {"baseline": "candidate", "candidate": "baseline"}
+    return [
+        {"kind": "rank", "name": str(rank), "only_in": other[side]}
+        for side, missing in cover.missing_ranks.items()
+        for rank in missing
+    ]
+
+
+def _rng_notes(alignment: Alignment, steps: Sequence[int]) -> list[str]:
+    for step in steps:
+        ranks = alignment.rng_differs(step)
+        if ranks:
+            return [
+                f"The random generators differ from step {step} on ({ranks_phrase(ranks)}), "
+                "but nothing that was recorded depends on them."
+            ]
+    return []

@@ -1,0 +1,222 @@
+"""Where two runs part, and what is inherited: pure, from the differences of the first step that has any.
+
+The chain of a step runs in program order within a rank. A rank's first difference is an *origin* when what it
+reads agrees; where what it reads differs although everything before it agrees, the code in between is the
+origin. Ranks meet only where gradients are reduced: a rank that first differs there has inherited it from one
+that differed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from gradtrace_analyzer.align import Change, Difference
+from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
+
+Verdict = Literal["identical", "within_tolerance", "different", "incomparable"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A place where two runs part: the link, its row, and the ranks on which it is the same place.
+
+    `between` is true where the row reads what already differs, though all before it agrees: then
+    `module_fqn` is the module whose own code lies between. `others` counts further rows that differ at once
+    (the other parameters of a changed set).
+    """
+
+    link: str
+    difference: Difference
+    ranks: tuple[int, ...]
+    module_fqn: str | None
+    change: Change | None
+    between: bool = False
+    other_count: int = 0
+
+    @property
+    def step(self) -> int:
+        """The step."""
+        return self.difference.step
+
+    @property
+    def node_name(self) -> str | None:
+        """The Node, where the link is one."""
+        name = self.difference.key.get("node_name")
+        return name if isinstance(name, str) else None
+
+    @property
+    def parameter_fqn(self) -> str | None:
+        """The parameter or buffer, where the link concerns one."""
+        name = self.difference.key.get("parameter_fqn")
+        return name if isinstance(name, str) else None
+
+    @property
+    def factor(self) -> float | None:
+        """f where candidate = f x baseline within noise."""
+        return self.change.factor if self.change is not None else None
+
+
+@dataclass(frozen=True)
+class Cover:
+    """What was compared, and what was not."""
+
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...]
+    rows: Mapping[str, int]
+    missing_ranks: Mapping[str, tuple[int, ...]]
+    missing_steps: Mapping[str, tuple[int, ...]]
+    incomplete_ranks: Mapping[str, tuple[int, ...]]
+    dropped: Mapping[str, Mapping[str, int]]
+    unsummarised: Mapping[str, Mapping[str, int]]
+    filters: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether both sides recorded the same ranks."""
+        return not any(self.missing_ranks.values())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a diff has found."""
+
+    verdict: Verdict
+    reason: str
+    origins: tuple[Origin, ...]
+    inherited: tuple[Origin, ...]
+    cover: Cover
+    configuration: tuple[Mapping[str, Any], ...] = ()
+    structure: tuple[Mapping[str, Any], ...] = ()
+    spread: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def firsts(
+    differences: Sequence[Difference],
+    rng_ranks: Collection[int],
+    modules: Mapping[int, Collection[str]],
+    *,
+    exceeding: bool,
+) -> list[Origin]:
+    """Each rank's first difference of a step, as an origin, in the order of the chain.
+
+    `differences` are those of one step; `rng_ranks` the ranks whose generators differ at its start;
+    `modules` the modules that each rank called.
+    """
+    found = []
+    for rank in sorted({d.rank for d in differences}):
+        own = [d for d in differences if d.rank == rank and (d.exceeds or not exceeding)]
+        if own:
+            found.append(_first(_in_order(own), rank in rng_ranks, modules.get(rank, ())))
+    return sorted(found, key=_chain_order)
+
+
+def split_by_inheritance(candidates: Sequence[Origin]) -> tuple[list[Origin], list[Origin]]:
+    """(origins, inherited): a rank that first differs where ranks meet inherits from one that did before."""
+    local = [o for o in candidates if o.link in LOCAL_LINKS]
+    origins = local or list(candidates)
+    inherited = [] if not local else [o for o in candidates if o.link not in LOCAL_LINKS]
+    return _merged(origins), inherited
+
+
+def _in_order(differences: list[Difference]) -> list[Difference]:
+    """Program order, the loss of a pass in front of its Nodes: its row is written when the pass is over."""
+    first_node: dict[Any, float] = {}
+    for d in differences:
+        if d.table == "node_events":
+            index = d.key.get("backward_index")
+            first_node[index] = min(first_node.get(index, d.order), d.order)
+
+    def place(d: Difference) -> float:
+        if d.table == "backward_passes":
+            return first_node.get(d.key.get("backward_index"), d.order) - 0.5
+        return d.order
+
+    return sorted(differences, key=place)
+
+
+def _first(own: list[Difference], rng_differs: bool, modules: Collection[str]) -> Origin:
+    first = own[0]
+    change = first.writes
+    if first.only_in is not None:
+        return _origin("structure", first, None)
+    if first.table == "module_calls":
+        inputs = [d for d in own if d.table == "inputs" and _same_call(d, first)]
+        if inputs:
+            # Keyword arguments leave their row when the root returns, after the modules inside it.
+            return _origin("inputs", inputs[0], inputs[0].writes, others=len(inputs) - 1)
+        between = first.reads is not None and first.reads.differs
+        fqn = str(first.key["module_fqn"])
+        module = _module_around(fqn, modules) if between else fqn
+        link = "rng" if rng_differs else "forward"
+        return _origin(link, first, first.reads if between else change, module, between)
+    if first.table == "node_events":
+        arrived = first.reads is not None and first.reads.differs
+        if arrived and first.key.get("node_name") == "AccumulateGrad":
+            return _origin("local_gradient", first, first.reads, between=True)
+        change = first.reads if arrived else change
+        return _origin("backward", first, change, first.key.get("module_fqn"), arrived)
+    others = sum(d.table == first.table and d.link == first.link for d in own) - 1
+    owner = first.key.get("parameter_fqn")
+    module = str(owner).rpartition(".")[0] if owner is not None else None
+    return _origin(first.link, first, change, module, others=others)
+
+
+def _origin(
+    link: str,
+    difference: Difference,
+    change: Change | None,
+    module: str | None = None,
+    between: bool = False,
+    others: int = 0,
+) -> Origin:
+    if module is None and difference.key.get("module_fqn") is not None:
+        module = difference.key["module_fqn"]
+    return Origin(link, difference, (difference.rank,), module, change, between, others)
+
+
+def _same_call(inputs: Difference, call: Difference) -> bool:
+    return inputs.key["microbatch"] == call.key["microbatch"] and (
+        inputs.key["root"] == call.key["root"] or inputs.key["root"] is None
+    )
+
+
+def _module_around(fqn: str, modules: Collection[str]) -> str:
+    """The nearest recorded module that holds this one: its own code called it."""
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        if fqn in modules:
+            return fqn
+    return ""
+
+
+def _chain_order(origin: Origin) -> tuple[Any, ...]:
+    d = origin.difference
+    if origin.link not in LOCAL_LINKS:
+        return (1, 0, LINKS.index(origin.link), d.order, d.rank)
+    microbatch = d.key.get("microbatch") or 0
+    return (0, microbatch, LINKS.index(origin.link), d.order, d.rank)
+
+
+def _merged(origins: list[Origin]) -> list[Origin]:
+    """The same place on several ranks is one origin."""
+    places: dict[tuple[Any, ...], Origin] = {}
+    for origin in origins:
+        d = origin.difference
+        key = (origin.link, d.table, origin.between, *(str(d.key[k]) for k in sorted(d.key)))
+        known = places.get(key)
+        if known is None:
+            places[key] = origin
+        else:
+            places[key] = Origin(
+                known.link,
+                known.difference,
+                (*known.ranks, *origin.ranks),
+                known.module_fqn,
+                known.change,
+                known.between,
+                known.other_count,
+            )
+    return list(places.values())

@@ -1,0 +1,89 @@
+"""Journals that ranks left behind, or still write: snapshots of them, and the rows that no part holds yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from gradtrace_analyzer.parts import Part, last_record
+from gradtrace_schemas import layout
+from gradtrace_schemas.batches import arrow_table
+from gradtrace_schemas.journal import (
+    HEADER,
+    JOURNAL_TABLES,
+    Contents,
+    UnreadableJournal,
+    read_journal,
+)
+
+
+@dataclass(frozen=True)
+class Journal:
+    """One rank's journal: what it holds, or, where `contents` is None, why it cannot be read."""
+
+    rank: int
+    attempt: int
+    contents: Contents | None
+    why_unreadable: str = ""
+
+
+def found_journals(run: Path) -> list[Journal]:
+    """All journals of a run, by rank. One whose rank ends meanwhile is left out: its rows are in parts."""
+    folder = run / layout.JOURNALS
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found: list[Journal] = []
+    for name in names:
+        place = layout.rank_and_attempt(name)
+        if place is None or not name.endswith(".journal"):
+            continue
+        try:
+            found.append(Journal(*place, read_journal(_snapshot(folder / name))))
+        except FileNotFoundError:
+            continue
+        except (OSError, UnreadableJournal) as error:
+            found.append(Journal(*place, None, str(error)))
+    return found
+
+
+def leftover_rows(journal: Contents, parts: Mapping[str, Iterable[Part]]) -> dict[str, pa.Table]:
+    """By table, the rows that lie in the journal and in none of the rank's parts.
+
+    They have the columns of a part and a column `rank`. A rank killed between writing a part and saying so
+    in the journal has rows in both: the part's own mark tells which. Tables without such rows are left out.
+    """
+    header = journal.header
+    found: dict[str, pa.Table] = {}
+    for table in JOURNAL_TABLES:
+        records = journal.of(table, header["drained"])
+        if not len(records):
+            continue
+        after = last_record(parts.get(table.name, ()))
+        records = records[records["record_number"] > after]
+        if len(records):
+            found[table.name] = arrow_table(
+                table, records, journal.strings, header["attempt"], header["rank"]
+            )
+    return found
+
+
+def _snapshot(path: Path) -> bytes:
+    """The journal's bytes, its front read after its records.
+
+    The records of a living rank use strings that may be newer than a front read before them.
+    """
+    with open(path, "rb") as file:
+        whole = file.read()
+        if len(whole) < HEADER.itemsize:
+            return whole
+        start = int(np.frombuffer(whole, HEADER, 1)["records_offset"][0])
+        file.seek(0)
+        front = file.read(min(start, len(whole)))
+        return front + whole[len(front) :]

@@ -1,0 +1,1 @@
+"""Answers as text: pure functions that neither read files nor print."""

@@ -1,0 +1,375 @@
+"""A diff's answer as a colleague would say it, as the lines of a terminal, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gradtrace_analyzer.align import Change
+from gradtrace_analyzer.diff import Answer, Cover, Origin
+from gradtrace_analyzer.links import LINKS
+from gradtrace_analyzer.reports.tables import table_lines
+from gradtrace_analyzer.run import ranks_phrase, spans
+
+_LINK_PHRASE = {
+    "parameters": "the parameters",
+    "inputs": "the inputs",
+    "forward": "the forward pass",
+    "loss": "the loss",
+    "backward": "the backward pass",
+    "carried_gradient": "the carried gradients",
+    "local_gradient": "the local gradients",
+    "reduced_gradient": "the reduced gradients",
+    "clip": "the gradients that the optimizer saw",
+    "optimizer": "the parameters after the optimizer",
+}
+
+
+def explanation(answer: Answer) -> str:
+    """The one sentence (or two) that a person would say."""
+    cover = answer.cover
+    if answer.verdict == "incomparable":
+        said = f"Cannot tell: {answer.reason}."
+        if cover.ranks and cover.steps and any(cover.missing_ranks.values()):
+            said += f" What both recorded is identical ({_extent(cover)})."
+        return said
+    if answer.verdict == "identical":
+        return f"Identical, bit for bit, in all that both recorded: {_extent(cover)}.{_lacking(cover)}"
+    if answer.verdict == "within_tolerance":
+        origin = answer.origins[0]
+        return (
+            f"The same within rounding: the first bits differ in step {origin.step}, "
+            f"{ranks_phrase(origin.ranks)}, at {_place(origin)}, and nothing differs by more than the "
+            f"tolerance.{_lacking(cover)}"
+        )
+    if not answer.origins:
+        names = [f"{e['kind']} {e['name']!r} ({e['only_in']} only)" for e in answer.structure[:4]]
+        return f"All values that pair are identical, but the names differ: {', '.join(names)}."
+    origin = answer.origins[0]
+    return f"{_sentence(origin, answer)}{_inheritance(answer)}{_more(answer)}"
+
+
+def lines(answer: Answer, names: tuple[str, str]) -> Iterator[str]:
+    """The answer for a terminal."""
+    yield f"{answer.verdict.replace('_', ' ')}: {names[0]} (baseline) and {names[1]} (candidate)"
+    yield ""
+    yield explanation(answer)
+    for note in answer.notes:
+        yield note
+    for entry in answer.configuration:
+        yield (
+            f"The configurations differ: {entry['name']} is {entry['baseline']!r} in the baseline, "
+            f"{entry['candidate']!r} in the candidate."
+        )
+    if answer.origins and answer.origins[0].change is not None:
+        yield ""
+        yield from _numbers(answer.origins[0].change)
+    if len(answer.origins) > 1:
+        yield ""
+        yield "Other origins in the same step:"
+        for origin in answer.origins[1:6]:
+            yield f"  {ranks_phrase(origin.ranks)}: {_place(origin)}{_error_text(origin.change)}"
+    if answer.structure and answer.origins:
+        yield ""
+        yield "On one side alone: " + ", ".join(
+            f"{e['kind']} {e['name']!r} ({e['only_in']})" for e in answer.structure[:8]
+        )
+    if answer.spread and answer.verdict in ("different", "within_tolerance"):
+        yield ""
+        yield from _spread(answer.spread)
+    yield ""
+    yield f"Compared: {_compared(answer.cover)}"
+    yield from _caveats(answer.cover)
+
+
+def as_object(answer: Answer) -> dict[str, Any]:
+    """The answer for a program. Keys that do not apply are null."""
+    first = answer.origins[0] if answer.origins and answer.verdict == "different" else None
+    return {
+        "verdict": answer.verdict,
+        "first_divergence": None if first is None else _origin_object(first),
+        "origins": [_origin_object(o) for o in answer.origins],
+        "inherited": [_origin_object(o) for o in answer.inherited],
+        "spread": list(answer.spread),
+        "structure": list(answer.structure),
+        "configuration": list(answer.configuration),
+        "cover": _cover_object(answer.cover),
+        "factor": None if first is None else first.factor,
+        "explanation": " ".join((explanation(answer), *answer.notes)),
+    }
+
+
+def _sentence(origin: Origin, answer: Answer) -> str:
+    d, where = origin.difference, f"Step {origin.step}, {ranks_phrase(origin.ranks)}: "
+    size = _size(origin)
+    module = _module(origin.module_fqn)
+    if origin.link == "structure":
+        return f"{where}{_row_name(origin)} is in the {d.only_in} alone; all before it is equal."
+    if origin.link == "parameters":
+        what = "changed outside the optimizer" if origin.step else "differs from the start"
+        return (
+            f"{where}{origin.parameter_fqn}{_and_others(origin)} {what}: it {size} "
+            "before the step's first forward."
+        )
+    if origin.link == "inputs":
+        return f"{where}the input {d.key['name']!r}{_and_others(origin)} {size}."
+    if origin.link == "rng":
+        return (
+            f"{where}the random generator stands elsewhere when the step begins; "
+            f"{_module(d.key['module_fqn'])} is the first whose output shows it: it {size}."
+        )
+    if origin.link == "forward" and origin.between:
+        return (
+            f"{where}what {_module(d.key['module_fqn'])} receives {size}, although the outputs of all "
+            f"modules before it are equal: the code of {module} in front of it is where they part."
+        )
+    if origin.link == "forward":
+        return (
+            f"{where}the output of {module} {size}, although its inputs and parameters are equal."
+        )
+    if origin.link == "loss":
+        a, b = d.values.get("loss", (None, None))
+        return (
+            f"{where}the loss is {_number(b)} instead of {_number(a)}, although the outputs of all "
+            "modules are equal: the code between the model and backward() is where they part."
+        )
+    if origin.link == "backward" and origin.between:
+        return (
+            f"{where}the gradient arriving at {module} ({origin.node_name}) {size}, although all Nodes "
+            "that ran before gave equal gradients: a tensor hook, the gradient given to backward(), or "
+            "code outside any Node changed it."
+        )
+    if origin.link == "backward":
+        return (
+            f"{where}the gradient leaving {module} ({origin.node_name}) {size}, although everything "
+            "it reads is equal."
+        )
+    if origin.link == "carried_gradient":
+        return (
+            f"{where}{origin.parameter_fqn}{_and_others(origin)} begins the step with another .grad: "
+            f"it {size} before the first backward pass."
+        )
+    if origin.link == "local_gradient":
+        return (
+            f"{where}the gradient accumulated for {origin.parameter_fqn} {size}, although the gradients "
+            "that the Nodes gave are equal: a hook on the parameter changed it."
+        )
+    if origin.link == "reduced_gradient":
+        return (
+            f"{where}the reduced gradient of {origin.parameter_fqn}{_and_others(origin)} {size}, "
+            "although the local gradients are equal on all ranks: the reduction is where they part."
+        )
+    if origin.link == "clip":
+        return (
+            f"{where}the gradient of {origin.parameter_fqn}{_and_others(origin)} that the optimizer saw "
+            f"{size}, although it was equal after the backward pass: code between backward() and the "
+            "optimizer's step (clipping, unscaling) is where they part."
+        )
+    if d.table == "optimizer_groups":
+        changed = [
+            f"{name} is {_number(b)} instead of {_number(a)}" for name, (a, b) in d.values.items()
+        ]
+        return (
+            f"{where}group {d.key['group_index']} of optimizer {d.key['optimizer_index']} was set "
+            f"otherwise: {'; '.join(changed)}."
+        )
+    return (
+        f"{where}{origin.parameter_fqn}{_and_others(origin)} {size} after the optimizer's step, although "
+        "its gradient, its value before and the optimizer's settings are equal: the optimizer or its "
+        "state is where they part."
+    )
+
+
+def _size(origin: Origin) -> str:
+    """`differs by 1.0e-02 (1.01 times the baseline)`, or what became of finite numbers."""
+    change = origin.change
+    if change is None or change.baseline is None or change.candidate is None:
+        return "differs"
+    for count, what in (("nan_count", "NaN"), ("inf_count", "infinite")):
+        a, b = change.baseline[count] or 0, change.candidate[count] or 0
+        if a != b:
+            return f"has {b:,} {what} elements of {change.candidate['numel']:,} where the baseline has {a:,}"
+    if change.candidate["norm"] == 0 and change.baseline["norm"]:
+        return "is all zero"
+    factor = change.factor
+    if factor is not None:
+        return f"differs by {abs(factor - 1):.1e} (it is {factor:.4g} times the baseline's)"
+    if change.error is None:
+        return "differs"
+    return f"differs by {change.error:.1e}" if change.error else "differs in bits that add up to nothing"
+
+
+def _inheritance(answer: Answer) -> str:
+    if not answer.inherited:
+        return ""
+    links = sorted({o.link for o in answer.inherited})
+    ranks = sorted({r for o in answer.inherited for r in o.ranks})
+    verb = "differs" if len(ranks) == 1 else "differ"
+    phrase = _LINK_PHRASE.get(links[0], links[0]) if len(links) == 1 else "there"
+    return f" {ranks_phrase(ranks).capitalize()} {verb} from {phrase} of that step on."
+
+
+def _more(answer: Answer) -> str:
+    count = len(answer.origins) - 1
+    return f" There {'is' if count == 1 else 'are'} {count} more in this step." if count else ""
+
+
+def _numbers(change: Change) -> Iterator[str]:
+    rows = []
+    for name in ("norm", "abs_max", "sum", "nan_count", "inf_count"):
+        a = None if change.baseline is None else change.baseline[name]
+        b = None if change.candidate is None else change.candidate[name]
+        if name.endswith("_count") and not a and not b:
+            continue
+        rows.append((name, a, b))
+    yield from table_lines(("", "baseline", "candidate"), rows)
+    factor = change.factor
+    if factor is not None:
+        yield f"relative error {abs(factor - 1):.2g}; rounding would explain {change.tolerance:.1g}"
+    elif change.error is not None:
+        lanes = len((change.candidate or {}).get("sketch") or ())
+        how = {4: ", estimated within 37%", 16: ", estimated within 18%"}.get(lanes, "")
+        yield f"relative error {change.error:.2g}{how}; rounding would explain {change.tolerance:.1g}"
+
+
+def _spread(spread: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "What differs, by rank:"
+    rows = [
+        (e["rank"], e["link"], e["first_step"], e["row_count"], e["largest_error"])
+        for e in sorted(
+            spread, key=lambda e: (e["rank"], e["first_step"], LINKS.index(e["link"]))
+        )
+    ]
+    shown = rows[:24]
+    yield from table_lines(("rank", "link", "from step", "rows", "largest error"), shown)
+    if len(rows) > len(shown):
+        yield f"and {len(rows) - len(shown)} more (--format json has all)"
+
+
+def _place(origin: Origin) -> str:
+    if origin.link == "backward":
+        return f"{_module(origin.module_fqn)} ({origin.node_name})"
+    if origin.parameter_fqn is not None:
+        return f"{origin.parameter_fqn} ({origin.link})"
+    if origin.link in ("forward", "rng"):
+        return f"{_module(origin.module_fqn)} ({origin.link})"
+    return origin.link
+
+
+def _row_name(origin: Origin) -> str:
+    key = origin.difference.key
+    if origin.node_name is not None:
+        return f"Node {origin.node_name} of {_module(key.get('module_fqn'))}"
+    if "phase" in key:
+        return f"the {key['phase']} call of {_module(key['module_fqn'])}"
+    if origin.parameter_fqn is not None:
+        return f"{origin.parameter_fqn} ({origin.difference.link.replace('_', ' ')})"
+    return f"a row of {origin.difference.table}"
+
+
+def _module(fqn: str | None) -> str:
+    if fqn is None:
+        return "code outside any module"
+    return fqn or "the root module"
+
+
+def _error_text(change: Change | None) -> str:
+    return "" if change is None or change.error is None else f", differs by {change.error:.1e}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _and_others(origin: Origin) -> str:
+    return f" (and {origin.other_count} more)" if origin.other_count > 0 else ""
+
+
+def _extent(cover: Cover) -> str:
+    steps = spans(cover.steps)
+    steps = f"step {steps}" if steps.isdigit() else f"steps {steps}"
+    return f"{ranks_phrase(cover.ranks)}, {steps}"
+
+
+def _compared(cover: Cover) -> str:
+    rows = ", ".join(f"{count:,} {table}" for table, count in cover.rows.items() if count)
+    return f"{_extent(cover)}; {rows}" if cover.steps else "nothing"
+
+
+def _lacking(cover: Cover) -> str:
+    said = []
+    for side, steps in cover.missing_steps.items():
+        if steps:
+            what = "step" if len(steps) == 1 else "steps"
+            said.append(f"the {side} lacks {what} {spans(steps)}")
+    return f" Not compared: {'; '.join(said)}." if said else ""
+
+
+def _caveats(cover: Cover) -> Iterator[str]:
+    for side in ("baseline", "candidate"):
+        missing = cover.missing_ranks[side]
+        if missing:
+            yield f"Not compared: the {side} lacks {ranks_phrase(missing)}."
+        if cover.missing_steps[side]:
+            yield f"Not compared: the {side} lacks steps {spans(cover.missing_steps[side])}."
+        if cover.incomplete_ranks[side]:
+            ranks = ranks_phrase(cover.incomplete_ranks[side])
+            yield f"The {side}'s {ranks} did not end the recording: killed, or still running."
+        for what, counts in (
+            ("rows dropped", cover.dropped[side]),
+            ("tensors without a summary", cover.unsummarised[side]),
+        ):
+            if counts:
+                by_reason = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+                yield f"The {side} has {what}: {by_reason}."
+        if cover.filters[side]:
+            chosen = ", ".join(f"{k} {v}" for k, v in cover.filters[side].items())
+            yield f"The {side} recorded only {chosen}."
+
+
+def _origin_object(origin: Origin) -> dict[str, Any]:
+    d, change = origin.difference, origin.change
+    sides: dict[str, Any] = {}
+    for side, index in (("baseline", 0), ("candidate", 1)):
+        statistics = None if change is None else getattr(change, side)
+        sides[side] = {
+            **({k: v for k, v in statistics.items() if k != "sketch"} if statistics else {}),
+            **{name: pair[index] for name, pair in d.values.items()},
+        } or None
+    factor = origin.factor
+    error = None if change is None else change.error
+    return {
+        "step": origin.step,
+        "rank": origin.ranks[0],
+        "ranks": list(origin.ranks),
+        "link": origin.link,
+        "root": d.key.get("root"),
+        "module_fqn": origin.module_fqn,
+        "node_name": origin.node_name,
+        "parameter_fqn": origin.parameter_fqn,
+        "bucket_index": None,
+        "stage_index": None,
+        "microbatch": d.key.get("microbatch"),
+        "call_index": d.key.get("call_index"),
+        "name": d.key.get("name"),
+        "event_index": d.event_index,
+        "only_in": d.only_in,
+        "relative_error": abs(factor - 1) if factor is not None else error,
+        "tolerance": None if change is None else change.tolerance,
+        "factor": factor,
+        **sides,
+    }
+
+
+def _cover_object(cover: Cover) -> dict[str, Any]:
+    return {
+        "ranks": list(cover.ranks),
+        "steps": list(cover.steps),
+        "rows": dict(cover.rows),
+        "missing_ranks": {s: list(r) for s, r in cover.missing_ranks.items()},
+        "missing_steps": {s: list(r) for s, r in cover.missing_steps.items()},
+        "incomplete_ranks": {s: list(r) for s, r in cover.incomplete_ranks.items()},
+        "dropped": {s: dict(r) for s, r in cover.dropped.items()},
+        "unsummarised": {s: dict(r) for s, r in cover.unsummarised.items()},
+        "filters": {s: dict(r) for s, r in cover.filters.items()},
+    }

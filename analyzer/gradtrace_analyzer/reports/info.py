@@ -1,0 +1,144 @@
+"""What a run holds, as a colleague would want it told: text for a terminal, rows, or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gradtrace_analyzer.inventory import Inventory
+from gradtrace_analyzer.reports.tables import bytes_text, table_lines
+from gradtrace_analyzer.run import spans
+
+_MOST_PROBLEMS = 5
+SIZE_COLUMNS = ("run", "table", "rows", "parts", "bytes", "journal_rows")
+
+
+def info_lines(name: str, held: Inventory) -> Iterator[str]:
+    """The lines for one run. Lines that would say nothing are left out."""
+    run = held.run
+    of_attempts = f" of {spans(run.attempts)}" if len(run.attempts) > 1 else ""
+    yield f"{name}  (attempt {run.attempt}{of_attempts}, {run.path})"
+    for label, text in _facts(held):
+        if text:
+            yield f"  {label:<13}{text}"
+    for problem in held.problems[:_MOST_PROBLEMS]:
+        yield f"  {'problem':<13}{problem}"
+    if len(held.problems) > _MOST_PROBLEMS:
+        yield f"  {'':<13}and {len(held.problems) - _MOST_PROBLEMS} more (--format json)"
+    if not held.tables:
+        yield "  no rows were recorded"
+        return
+    yield ""
+    rows = [
+        (
+            size.table,
+            f"{size.rows:,}"
+            + (f" ({size.journal_rows:,} in journals)" if size.journal_rows else ""),
+            f"{size.part_count:,}",
+            bytes_text(size.size_bytes),
+        )
+        for size in held.tables
+    ]
+    for line in table_lines(("table", "rows", "parts", "size"), rows):
+        yield f"  {line}"
+
+
+def size_rows(name: str, held: Inventory) -> list[tuple[Any, ...]]:
+    """A row per table, in the order of SIZE_COLUMNS, for CSV."""
+    return [
+        (name, s.table, s.rows, s.part_count, s.size_bytes, s.journal_rows) for s in held.tables
+    ]
+
+
+def info_object(name: str, held: Inventory) -> dict[str, Any]:
+    """The same for a program. `recorder_share` is a fraction of the steps' time."""
+    run = held.run
+    return {
+        "run": name,
+        "path": str(run.path),
+        "attempt": run.attempt,
+        "attempts": run.attempts,
+        "hosts": held.hosts,
+        "devices": held.devices,
+        "versions": held.versions,
+        "settings": held.settings,
+        "world_size": run.world_size,
+        "ranks": {
+            "present": list(run.ranks),
+            "missing": run.missing_ranks,
+            "incomplete": run.incomplete_ranks,
+        },
+        "steps": {"first": held.first_step, "last": held.last_step, "count": held.step_count},
+        "tables": [
+            {
+                "table": s.table,
+                "rows": s.rows,
+                "parts": s.part_count,
+                "bytes": s.size_bytes,
+                "journal_rows": s.journal_rows,
+            }
+            for s in held.tables
+        ],
+        "dropped": held.dropped,
+        "unsummarised": held.unsummarised,
+        "problems": held.problems,
+        "recorder_share": held.recorder_share,
+        "notices": run.notices,
+    }
+
+
+def _facts(held: Inventory) -> Iterator[tuple[str, str]]:
+    versions = held.versions
+    yield (
+        "versions",
+        ", ".join(
+            f"{name} {' and '.join(versions[name])}"
+            for name in ("torch", "python", "gradtrace")
+            if name in versions
+        ),
+    )
+    yield "hosts", ", ".join(held.hosts)
+    yield "device", ", ".join(held.devices)
+    yield "ranks", _ranks(held)
+    yield "steps", _steps(held)
+    yield "recorded", _choices(held.settings)
+    if held.recorder_share is not None:
+        yield "recorder took", f"{held.recorder_share:.2%} of the steps' time"
+    yield "dropped", _counts(held.dropped)
+    yield "unsummarised", _counts(held.unsummarised)
+
+
+def _ranks(held: Inventory) -> str:
+    run = held.run
+    said = f"{spans(run.ranks) or 'none'} of {'?' if run.world_size is None else run.world_size}"
+    if run.missing_ranks:
+        said += f"; missing: {spans(run.missing_ranks)}"
+    if run.incomplete_ranks:
+        said += f"; not closed (killed, or running): {spans(run.incomplete_ranks)}"
+    return said
+
+
+def _steps(held: Inventory) -> str:
+    if held.first_step is None:
+        return ""
+    count = f"{held.step_count:,} step{'' if held.step_count == 1 else 's'}"
+    return f"{held.first_step}-{held.last_step} ({count})"
+
+
+def _choices(settings: Mapping[str, Sequence[str]]) -> str:
+    """What the recorder was asked for: detail and summary, and whatever leaves something out."""
+    said = [
+        f"{name} {' and '.join(settings[name])}"
+        for name in ("detail", "summary")
+        if name in settings
+    ]
+    said += [
+        f"{name} {' and '.join(settings[name])}"
+        for name in ("steps", "modules")
+        if set(settings.get(name, ())) - {"[]", "null", '["0::1"]', '["::"]'}
+    ]
+    return ", ".join(said)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())

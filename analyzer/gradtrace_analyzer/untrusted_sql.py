@@ -1,0 +1,161 @@
+"""Runs the SQL of a person: one statement that only reads, and reads nothing but the runs it was given.
+
+Four walls, because none holds alone:
+- the statement is one SELECT (WITH, FROM-first, DESCRIBE, SHOW and SUMMARIZE parse as one) or EXPLAIN of one;
+- it must also bind as a subquery: DuckDB 2.0 lets `WITH x AS (COPY ... TO ...)` pass for a SELECT, but only at
+  the top, and `allowed_paths` would let it write over the very parts it may read;
+- DuckDB may open those parts and no other file, loads no extension, and its settings are locked;
+- the transaction is read-only, memory and spilled bytes have a limit, and a timer may interrupt.
+Where strangers are served, the caller adds a process of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+
+from gradtrace_analyzer.database import connect, part_paths, path_list
+from gradtrace_analyzer.errors import BadQuery
+from gradtrace_analyzer.run import Run
+
+DEFAULT_MEMORY_LIMIT = "80%"
+_SPILL_LIMIT = "16GB"
+_ROWS_AT_ONCE = 10_000
+_ONLY_READS = "a query only reads: give one SELECT, EXPLAIN, DESCRIBE or SHOW"
+_KINDS = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
+_EXPLAIN = re.compile(r"EXPLAIN\b(\s+ANALYZE\b)?(\s*\([^()]*\))?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The columns of a query's answer, and its rows, which are fetched as they are read, once."""
+
+    columns: tuple[str, ...]
+    rows: Iterator[tuple[Any, ...]]
+
+
+@contextmanager
+def answered(
+    runs: Sequence[Run],
+    query: str,
+    *,
+    memory_limit: str = DEFAULT_MEMORY_LIMIT,
+    timeout_s: float | None = None,
+) -> Iterator[Answer]:
+    """The answer to a query over the views of `connect(runs)`, to be read inside the `with`.
+
+    Raises BadQuery, here or while rows are read, for what is refused, cannot be answered or takes longer than
+    `timeout_s` altogether.
+    """
+    statement = _only_statement(query)
+    connection = sealed_connection(runs, memory_limit=memory_limit)
+    timer = threading.Timer(timeout_s, connection.interrupt) if timeout_s is not None else None
+    try:
+        with _told(timeout_s):
+            if timer is not None:
+                timer.start()
+            connection.execute("BEGIN TRANSACTION READ ONLY")
+            _require_no_writes(connection, statement)
+            connection.execute(statement)
+            columns = tuple(column[0] for column in connection.description or ())
+        yield Answer(columns, _fetched(connection, timeout_s))
+    finally:
+        if timer is not None:
+            timer.cancel()
+        connection.close()
+
+
+def sealed_connection(
+    runs: Sequence[Run], *, memory_limit: str = DEFAULT_MEMORY_LIMIT
+) -> duckdb.DuckDBPyConnection:
+    """`connect(runs)`, able to open the runs' parts and no other file, its settings locked.
+
+    Raises BadQuery for a memory limit that DuckDB does not understand.
+    """
+    try:
+        connection = connect(runs, memory_limit=memory_limit)
+    except duckdb.ParserException as error:
+        raise BadQuery(f"--memory-limit {memory_limit!r}: {_sentence(error)}") from None
+    connection.execute(f"SET max_temp_directory_size = '{_SPILL_LIMIT}'")
+    connection.execute("SET allow_community_extensions = false")
+    connection.execute(f"SET allowed_paths = {path_list(part_paths(runs))}")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+    return connection
+
+
+def _only_statement(query: str, *, kinds: tuple[duckdb.StatementType, ...] = _KINDS) -> str:
+    """The text of the one statement that the query is, without comments before it and its semicolon."""
+    with _told(None):
+        statements = duckdb.extract_statements(query)
+    if not statements:
+        raise BadQuery("the query is empty; give one SELECT, such as 'SELECT * FROM steps'")
+    if len(statements) > 1:
+        raise BadQuery(f"the query holds {len(statements)} statements; give one")
+    kind = statements[0].type
+    if kind not in kinds:
+        raise BadQuery(f"{kind.name} is refused, {_ONLY_READS}")
+    text = statements[0].query
+    encoded = text.encode()
+    # Offsets count bytes. Semicolons in texts and comments are no tokens.
+    tokens = [(at, what) for at, what in duckdb.tokenize(text) if what != duckdb.token_type.comment]
+    ends = [at for at, what in tokens if encoded[at : at + 1] == b";"]
+    return encoded[tokens[0][0] : ends[0] if ends else None].decode()
+
+
+def _require_no_writes(connection: duckdb.DuckDBPyConnection, statement: str) -> None:
+    explain = _EXPLAIN.match(statement)
+    if explain:
+        statement = _only_statement(statement[explain.end() :], kinds=_KINDS[:1])
+    try:
+        connection.execute(f"EXPLAIN SELECT * FROM (\n{statement}\n)")
+    except duckdb.BinderException as error:
+        if "must be at the top level" in str(error):
+            raise BadQuery(f"a WITH that writes is refused, {_ONLY_READS}") from None
+        raise
+
+
+def _fetched(
+    connection: duckdb.DuckDBPyConnection, timeout_s: float | None
+) -> Iterator[tuple[Any, ...]]:
+    while True:
+        with _told(timeout_s):
+            rows = connection.fetchmany(_ROWS_AT_ONCE)
+        if not rows:
+            return
+        yield from rows
+
+
+@contextmanager
+def _told(timeout_s: float | None) -> Iterator[None]:
+    """DuckDB's errors as sentences for the person who wrote the query."""
+    try:
+        yield
+    except duckdb.InterruptException:
+        after = "" if timeout_s is None else f" after {timeout_s:g} s"
+        raise BadQuery(f"the query was stopped{after}; give it longer with --timeout") from None
+    except duckdb.PermissionException as error:
+        raise BadQuery(
+            f"the query is refused, it sees the tables of its runs and nothing else: {_sentence(error)}"
+        ) from None
+    except duckdb.OutOfMemoryException as error:
+        raise BadQuery(
+            f"the query needs more than its limit ({_sentence(error)}); raise it with --memory-limit"
+        ) from None
+    except (duckdb.InternalException, duckdb.FatalException):
+        raise
+    except duckdb.Error as error:
+        raise BadQuery(f"the query cannot be answered: {_sentence(error)}") from None
+
+
+def _sentence(error: duckdb.Error) -> str:
+    """DuckDB's message with its hint, without the excerpt of the query."""
+    message = str(error).split("\n\nLINE ")[0].split("\nPossible solutions")[0]
+    message = re.sub(r"^[\w ]+ Error: ", "", message)
+    return " ".join(message.split())

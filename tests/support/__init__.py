@@ -1,0 +1,1 @@
+"""What tests share: the multi-rank launcher, builders of synthetic runs and journals."""
