@@ -153,20 +153,20 @@ class Alignment:
             )
             names = [column[0] for column in cursor.description or ()]
             found += [
-                _difference(table, dict(zip(names, row, strict=True)))
-                for row in cursor.fetchall()
+                _difference(table, dict(zip(names, row, strict=True))) for row in cursor.fetchall()
             ]
         found.sort(key=lambda d: (d.rank, d.order))
         return found
 
     def equal_before(self, difference: Difference) -> int:
         """How many rows of its table and kind the rank had before it in that step, all equal."""
-        return self._number(
+        count: int = self._number(
             f"SELECT count(*) FROM baseline.{difference.table} t JOIN step_start s "
             "USING (rank, step) WHERE s.side = 'baseline' AND rank = ? AND step = ? "
             "AND record_index - s.first < ?",
             [difference.rank, difference.step, difference.order],
         )
+        return count
 
     def spread(self) -> list[dict[str, Any]]:
         """For each rank and link: the first step that differs, how many rows do, the largest error."""
@@ -359,9 +359,7 @@ def _difference(table: LinkTable, row: Mapping[str, Any]) -> Difference:
     changes: dict[str, Change] = {}
     only_in = row["only_in"]
     for role, _ in table.sides:
-        sides = {
-            side: {s: row[f"{role}_{side}_{s}"] for s in _STATISTICS} for side in ("b", "c")
-        }
+        sides = {side: {s: row[f"{role}_{side}_{s}"] for s in _STATISTICS} for side in ("b", "c")}
         baseline = None if only_in == "candidate" else sides["b"]
         candidate = None if only_in == "baseline" else sides["c"]
         dtype = sides["c"]["dtype"] or sides["b"]["dtype"]

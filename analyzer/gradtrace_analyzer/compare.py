@@ -84,7 +84,8 @@ def _places(
 ) -> tuple[list[Origin], list[Origin]]:
     differences = alignment.differences_at(step)
     modules = {
-        d.rank: alignment.module_fqns(step, d.rank, d.key["root"]) for d in _module_calls(differences)
+        d.rank: alignment.module_fqns(step, d.rank, d.key["root"])
+        for d in _module_calls(differences)
     }
     return split_by_inheritance(
         firsts(differences, alignment.rng_differs(step), modules, exceeding=exceeding)

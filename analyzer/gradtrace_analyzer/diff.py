@@ -160,8 +160,8 @@ def _first(own: list[Difference], rng_differs: bool, modules: Collection[str]) -
         return _origin("backward", first, change, first.key.get("module_fqn"), arrived)
     others = sum(d.table == first.table and d.link == first.link for d in own) - 1
     owner = first.key.get("parameter_fqn")
-    module = str(owner).rpartition(".")[0] if owner is not None else None
-    return _origin(first.link, first, change, module, others=others)
+    holder = str(owner).rpartition(".")[0] if owner is not None else None
+    return _origin(first.link, first, change, holder, others=others)
 
 
 def _origin(

@@ -7,6 +7,7 @@ lies in the page cache. The layout is declared in `gradtrace_schemas.journal`.
 from __future__ import annotations
 
 import collections
+import contextlib
 import mmap
 import os
 import struct
@@ -187,10 +188,8 @@ class JournalWriter:
         """Unmap the file, and remove it when all of it lies in parts."""
         with self._lock:
             self._limit = -1
-        try:
+        with contextlib.suppress(BufferError):  # a view on a drain thread that did not end in time
             self._map.close()
-        except BufferError:
-            pass  # a view is still alive on a drain thread that did not end in time
         if remove:
             self.path.unlink(missing_ok=True)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 PREFIX = "GRADTRACE_"
 
@@ -72,7 +73,9 @@ class Settings:
             "detail": self.detail,
             "summary": self.summary,
             "device_times": self.device_times,
-            "steps": [f"{s.start}:{'' if s.stop is None else s.stop}:{s.step}" for s in self.steps.slices],
+            "steps": [
+                f"{s.start}:{'' if s.stop is None else s.stop}:{s.step}" for s in self.steps.slices
+            ],
             "ranks": [f"{r.start}-{r.stop - 1}" for r in self.ranks],
             "modules": list(self.modules),
             "step_offset": self.step_offset,
@@ -110,20 +113,22 @@ def settings_of(directory: str, **given: str | bool | int) -> Settings:
     Raises SettingsError; TypeError for a name that there is not.
     """
     texts = {name: str(value) for name, value in given.items()}
-    readers = {
+    readers: dict[str, Callable[[str], Any]] = {
         "detail": lambda text: _one_of("DETAIL", text, DETAILS),
         "summary": lambda text: _one_of("SUMMARY", text, SUMMARIES),
         "device_times": lambda text: _one_of("DEVICE_TIMES", text, DEVICE_TIMES),
         "steps": _steps,
         "ranks": _ranks,
         "modules": lambda text: tuple(part.strip() for part in text.split(",") if part.strip()),
-        "strict": lambda text: _one_of("STRICT", text, ("0", "1", "False", "True")) in ("1", "True"),
+        "strict": lambda text: (
+            _one_of("STRICT", text, ("0", "1", "False", "True")) in ("1", "True")
+        ),
         "step_offset": lambda text: _whole("STEP_OFFSET", text, text),
     }
     unknown = sorted(set(texts) - set(readers))
     if unknown:
         raise TypeError(f"there is no setting {unknown[0]!r}; there are {', '.join(readers)}")
-    return Settings(directory, **{name: readers[name](text) for name, text in texts.items()})  # type: ignore[no-untyped-call]
+    return Settings(directory, **{name: readers[name](text) for name, text in texts.items()})
 
 
 def _one_of(name: str, text: str, allowed: tuple[str, ...]) -> str:

@@ -55,9 +55,7 @@ def arrow_table(
             arrays["record_index"] = pa.array(records["record_number"].astype(np.int64))
         elif entry.name != "rank":
             arrays[entry.name] = _plain_array(entry, records[entry.name], strings)
-    made = pa.table(
-        [arrays[field.name] for field in table.arrow_schema], schema=table.arrow_schema
-    )
+    made = pa.table([arrays[field.name] for field in table.arrow_schema], schema=table.arrow_schema)
     if rank is not None:
         made = made.append_column("rank", pa.array(np.full(len(records), rank, np.int32)))
     return made
@@ -167,4 +165,3 @@ def _shapes(values: Records) -> pa.Array:
     return pa.ListArray.from_arrays(
         pa.array(offsets), pa.array(values["sizes"][kept]), mask=pa.array(null)
     )
-

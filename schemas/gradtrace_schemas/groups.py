@@ -27,7 +27,9 @@ BUCKETS = Table(
         MICROBATCH,
         BACKWARD_INDEX,
         RECORD_INDEX,
-        Column("bucket_index", INT32, "DDP's own number; buckets are rebuilt after the first pass."),
+        Column(
+            "bucket_index", INT32, "DDP's own number; buckets are rebuilt after the first pass."
+        ),
         Column("is_last", BOOL, "Whether DDP calls it the last of the pass."),
         Column("hook_name", STRING, "The communication hook that reduced it.", True),
         Column("group", STRING, "Name of the process group.", True),

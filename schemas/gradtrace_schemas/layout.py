@@ -1,10 +1,10 @@
 """Names of a run's folders and files; the only place that joins them.
 
-    RUN/run.json                                      who started it, versions, settings, world size
-    RUN/attempts/<attempt>.json                       which start of the job an attempt number stands for
-    RUN/ranks/rank=00003-<attempt>.json               identity, counts, clock anchors; "complete" last
-    RUN/journals/rank=00003-<attempt>.journal         while the rank lives, or after it was killed
-    RUN/<table>/rank=00003/part-<attempt>-<n>.parquet
+RUN/run.json                                      who started it, versions, settings, world size
+RUN/attempts/<attempt>.json                       which start of the job an attempt number stands for
+RUN/ranks/rank=00003-<attempt>.json               identity, counts, clock anchors; "complete" last
+RUN/journals/rank=00003-<attempt>.journal         while the rank lives, or after it was killed
+RUN/<table>/rank=00003/part-<attempt>-<n>.parquet
 """
 
 from __future__ import annotations

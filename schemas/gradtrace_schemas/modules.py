@@ -51,7 +51,9 @@ INPUTS = Table(
         MICROBATCH,
         RECORD_INDEX,
         nullable(ROOT, "Root module; null for a noted tensor."),
-        nullable(CALL_INDEX, "Which call of the root; for a noted tensor, which note of that name."),
+        nullable(
+            CALL_INDEX, "Which call of the root; for a noted tensor, which note of that name."
+        ),
         Column("name", STRING, "Name of the parameter of `forward`, or the noted name."),
         Column("shape", SHAPE, "Sizes, at most the first eight.", True),
         SummaryColumns("", "The tensor"),
@@ -68,7 +70,9 @@ STAGE_EVENTS = Table(
         MICROBATCH,
         RECORD_INDEX,
         Column("stage_index", INT32, "Pipeline stage, from 0 at the input."),
-        Column("kind", STRING, "`forward`, `backward_full`, `backward_input` or `backward_weight`."),
+        Column(
+            "kind", STRING, "`forward`, `backward_full`, `backward_input` or `backward_weight`."
+        ),
         START_NS,
         END_NS,
         Column("device_ns", INT64, "Time on the device, where events were recorded.", True),

@@ -41,7 +41,9 @@ BACKWARD_PASSES = Table(
             "The pass inside whose Node this one was called (reentrant checkpointing).",
             nullable=True,
         ),
-        Column("kind", STRING, "`backward` (accumulates into leaves) or `grad` (returns gradients)."),
+        Column(
+            "kind", STRING, "`backward` (accumulates into leaves) or `grad` (returns gradients)."
+        ),
         Column("root_node_name", STRING, "Node of the first tensor that it starts from.", True),
         Column("loss", FLOAT, "Value of the first tensor when it is a CPU scalar.", True),
         Column("node_count", INT32, "Nodes of the graph that were watched."),

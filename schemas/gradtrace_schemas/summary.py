@@ -98,8 +98,10 @@ def projection() -> npt.NDArray[np.float64]:
 def turns_and_flips(
     first: int, count: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """turn(c) and flip(c) for `count` chunks from `first`."""
-    drawn = mixed(np.arange(first, first + count), _TURN_SEED)
+    """turn(c) and flip(c) for `count` chunks from `first`. Chunk 0 is neither turned nor flipped: most
+    tensors are no larger."""
+    chunks = np.arange(first, first + count)
+    drawn = np.where(chunks == 0, np.uint64(0), mixed(chunks, _TURN_SEED))
     turns = (drawn & np.uint64(15)).astype(np.int64)
     return turns, 1.0 - 2.0 * ((drawn >> np.uint64(4)) & np.uint64(1)).astype(np.float64)
 
@@ -143,7 +145,8 @@ def reference_summary(values: npt.NDArray[Any], offset: int = 0) -> Summary:
             words * weights()[place % CHUNK] * multipliers(0, max(1, chunk_count))[place // CHUNK]
         )
         fingerprint = signed(int(weighted.sum(dtype=np.int64)))
-    numbers = flat.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN here
+        numbers = flat.astype(np.float64)
     finite = np.isfinite(numbers)
     kept = np.where(finite, numbers, 0.0)
     element = np.arange(offset, offset + len(kept), dtype=np.int64)

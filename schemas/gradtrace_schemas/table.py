@@ -143,7 +143,9 @@ RECORD_INDEX = Column(
     "record_index", INT64, "Order in which the rank recorded its rows, over all tables, from 1."
 )
 BACKWARD_INDEX = Column(
-    "backward_index", INT32, "Calls into the autograd engine in this step, from 0, in order of entry."
+    "backward_index",
+    INT32,
+    "Calls into the autograd engine in this step, from 0, in order of entry.",
 )
 ROOT = Column("root", INT32, "Root module, numbered by first call.")
 MODULE_FQN = Column(

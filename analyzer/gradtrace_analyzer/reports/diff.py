@@ -34,7 +34,9 @@ def explanation(answer: Answer) -> str:
             said += f" What both recorded is identical ({_extent(cover)})."
         return said
     if answer.verdict == "identical":
-        return f"Identical, bit for bit, in all that both recorded: {_extent(cover)}.{_lacking(cover)}"
+        return (
+            f"Identical, bit for bit, in all that both recorded: {_extent(cover)}.{_lacking(cover)}"
+        )
     if answer.verdict == "within_tolerance":
         origin = answer.origins[0]
         return (
@@ -54,8 +56,7 @@ def lines(answer: Answer, names: tuple[str, str]) -> Iterator[str]:
     yield f"{answer.verdict.replace('_', ' ')}: {names[0]} (baseline) and {names[1]} (candidate)"
     yield ""
     yield explanation(answer)
-    for note in answer.notes:
-        yield note
+    yield from answer.notes
     for entry in answer.configuration:
         yield (
             f"The configurations differ: {entry['name']} is {entry['baseline']!r} in the baseline, "
@@ -196,7 +197,11 @@ def _size(origin: Origin) -> str:
         return f"differs by {abs(factor - 1):.1e} (it is {factor:.4g} times the baseline's)"
     if change.error is None:
         return "differs"
-    return f"differs by {change.error:.1e}" if change.error else "differs in bits that add up to nothing"
+    return (
+        f"differs by {change.error:.1e}"
+        if change.error
+        else "differs in bits that add up to nothing"
+    )
 
 
 def _inheritance(answer: Answer) -> str:
@@ -236,9 +241,7 @@ def _spread(spread: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "What differs, by rank:"
     rows = [
         (e["rank"], e["link"], e["first_step"], e["row_count"], e["largest_error"])
-        for e in sorted(
-            spread, key=lambda e: (e["rank"], e["first_step"], LINKS.index(e["link"]))
-        )
+        for e in sorted(spread, key=lambda e: (e["rank"], e["first_step"], LINKS.index(e["link"])))
     ]
     shown = rows[:24]
     yield from table_lines(("rank", "link", "from step", "rows", "largest error"), shown)

@@ -28,7 +28,7 @@ from gradtrace_schemas.journal import KINDS, NULL_BOOL, NULL_INT32, NULL_INT64, 
 _NODE_TENSORS = KINDS["node_tensors"]
 _NO_SEQUENCE_NUMBER = 2**64 - 1
 _graph_task = torch._C._current_graph_task_id
-_get_sequence_nr = torch.autograd._get_sequence_nr
+_get_sequence_nr = torch._C._autograd._get_sequence_nr
 _get_ident = threading.get_ident
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -53,9 +53,7 @@ class PythonObserver:
 class PassWatch:
     """One backward pass under watch: its Nodes' hooks, the order in which they ran, what is running."""
 
-    def __init__(
-        self, recording: Recording, guard: Guard, backward_index: int, phase: str
-    ) -> None:
+    def __init__(self, recording: Recording, guard: Guard, backward_index: int, phase: str) -> None:
         timeline, journal = recording.timeline, recording.journal
         self.recording = recording
         self.guard = guard
@@ -337,7 +335,9 @@ class NodeHooks:
             return
         if self.local is not None and len(grad_outputs) == 1 and grad_outputs[0] is not None:
             strides, address, packed = self.local
-            came_in = grad_outputs[0]  # the parameter's shape, and where it was not copied its memory
+            came_in = grad_outputs[
+                0
+            ]  # the parameter's shape, and where it was not copied its memory
             if _address(came_in) == address and came_in.stride() == strides:
                 summariser.remember(came_in, packed)
         self.local = None

@@ -20,7 +20,7 @@ from gradtrace_recorder.sources.state import record_parameters_before, rng_finge
 from gradtrace_recorder.summaries.summariser import named_tensors
 from gradtrace_recorder.summaries.values import Packed, combined
 
-_get_sequence_nr = torch.autograd._get_sequence_nr
+_get_sequence_nr = torch._C._autograd._get_sequence_nr
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -133,10 +133,7 @@ class ModuleSource:
         if not timeline.is_recorded:
             stack.append(call)
             return
-        if timeline.engine_depth:
-            phase = "recompute"
-        else:
-            phase = "forward" if grad_mode else "no_grad"
+        phase = "recompute" if timeline.engine_depth else "forward" if grad_mode else "no_grad"
         call.microbatch = timeline.microbatch
         call.phase = self._phase(recording, phase)
         index = self._call_index(recording, name, phase)
@@ -167,9 +164,7 @@ class ModuleSource:
             recording.attribution.mark(_get_sequence_nr(), outer)
         return call
 
-    def _exit(
-        self, recording: Recording, call: _Call, kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def _exit(self, recording: Recording, call: _Call, kwargs: dict[str, Any], output: Any) -> None:
         timeline = recording.timeline
         end = timeline.now()
         stack = self._local.stack

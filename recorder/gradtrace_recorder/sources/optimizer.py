@@ -60,7 +60,7 @@ class OptimizerSource:
             return result
 
         self._scaler_step = (original, step)
-        torch.amp.GradScaler.step = step  # type: ignore[method-assign]
+        torch.amp.GradScaler.step = step  # type: ignore[assignment, method-assign]
 
     def detach(self) -> None:
         """Remove the hooks; unwrap `GradScaler.step` unless somebody wrapped ours."""
@@ -176,9 +176,7 @@ class OptimizerSource:
         return known[1]
 
 
-def _named(
-    recording: Recording, optimizer: Optimizer
-) -> list[tuple[ParameterName, torch.Tensor]]:
+def _named(recording: Recording, optimizer: Optimizer) -> list[tuple[ParameterName, torch.Tensor]]:
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -202,6 +200,8 @@ def _hyperparameters(group: dict[str, Any]) -> str:
             return [plain(v) for v in value]
         if isinstance(value, torch.Tensor):
             return _number(value)
-        return value if isinstance(value, int | float | str | bool | type(None)) else str(type(value))
+        return (
+            value if isinstance(value, int | float | str | bool | type(None)) else str(type(value))
+        )
 
     return json.dumps({k: plain(v) for k, v in sorted(group.items()) if k not in ("params", "lr")})

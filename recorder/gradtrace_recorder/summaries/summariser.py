@@ -148,7 +148,7 @@ def _unreadable(tensor: torch.Tensor) -> str | None:
     subclasses = sys.modules.get("torch._subclasses.fake_tensor")
     if subclasses is not None and isinstance(tensor, subclasses.FakeTensor):
         return "fake tensor"
-    if torch.jit.is_tracing():
+    if torch._C._get_tracing_state() is not None:
         return "tracing"
     return None
 

@@ -70,7 +70,9 @@ class TorchSummary:
             infs += part[4]
             fingerprint += part[5]
             lanes = part[6]
-            sketch = lanes if sketch is None else [a + b for a, b in zip(sketch, lanes, strict=True)]
+            sketch = (
+                lanes if sketch is None else [a + b for a, b in zip(sketch, lanes, strict=True)]
+            )
         if sketch is None or self._norms_only:
             lanes16 = NO_LANES
         else:
