@@ -39,7 +39,7 @@ HALF_RECORDS = 32_768
 STRINGS_BYTES = 8 << 20
 _MOST_TEXT_BYTES = 64 << 10
 
-_U64 = struct.Struct("<Q")
+_pack_u64 = struct.Struct("<Q").pack_into
 _U32 = struct.Struct("<I")
 _RUNNING = struct.Struct("<" + struct_format(RUNNING))
 _THREAD_HEAD = 16
@@ -66,7 +66,6 @@ class JournalWriter:
         self.half_records = half_records
         self.half_is_full = threading.Event()
         self.dropped: collections.Counter[str] = collections.Counter()
-        self.recorded: collections.Counter[str] = collections.Counter()
         self.texts: list[str] = []
         self._numbers: dict[str, int] = {}
         self._running_offset = HEADER_BYTES
@@ -77,7 +76,8 @@ class JournalWriter:
         self._records_offset = -(-(self._strings_offset + strings_bytes) // page) * page
         size = self._records_offset + 2 * half_records * RECORD_BYTES
         self._map = _allocated(path, size)
-        self._structs = {KINDS[t.name]: record_struct(t) for t in JOURNAL_TABLES}
+        self._pack = {KINDS[t.name]: record_struct(t).pack_into for t in JOURNAL_TABLES}
+        self._counts = [0] * (max(KINDS.values()) + 1)
         self._names = {KINDS[t.name]: t.name for t in JOURNAL_TABLES}
         self._places = 2 * half_records
         self._written = 0
@@ -105,19 +105,19 @@ class JournalWriter:
         self._map[: len(MAGIC)] = MAGIC
         self._no_room = self.string("(a name that the journal had no room for)")
 
-    def append(self, kind: int, *values: float | int) -> None:
-        """Write one record: step, microbatch, backward_index, then the table's fields in order."""
+    def append(self, kind: int, *values: float | bytes) -> None:
+        """Write one record: step, microbatch, backward_index, the table's plain fields in order, then each
+        summary as bytes."""
         with self._lock:
             number = self._written + 1
             if number > self._limit:
                 self._drop(kind)
                 return
             offset = self._records_offset + ((number - 1) % self._places) * RECORD_BYTES
-            _U64.pack_into(self._map, offset + RECORD_BYTES - 8, number)
-            self._structs[kind].pack_into(self._map, offset + 8, kind, *values)
-            _U64.pack_into(self._map, offset, number)
+            self._pack[kind](self._map, offset + 8, kind, *values, number)
+            _pack_u64(self._map, offset, number)
             self._written = number
-            self.recorded[self._names[kind]] += 1
+            self._counts[kind] += 1
             if number == self._next_half:
                 self._next_half += self.half_records
                 self.half_is_full.set()
@@ -143,7 +143,7 @@ class JournalWriter:
             _RUNNING.pack_into(
                 self._map, start + _THREAD_HEAD + depth * RUNNING.itemsize, *entry, 0
             )
-            _U64.pack_into(self._map, start + 8, depth + 1)
+            _pack_u64(self._map, start + 8, depth + 1)
 
     def pop_running(self, thread: int) -> None:
         """The thread has finished what it noted last."""
@@ -153,7 +153,12 @@ class JournalWriter:
         depth = self._depths[slot] - 1
         self._depths[slot] = depth
         if depth < THREAD_DEPTH:
-            _U64.pack_into(self._map, self._running_offset + slot * THREAD.itemsize + 8, depth)
+            _pack_u64(self._map, self._running_offset + slot * THREAD.itemsize + 8, depth)
+
+    @property
+    def recorded(self) -> dict[str, int]:
+        """Records written so far, by table."""
+        return {name: self._counts[k] for k, name in self._names.items() if self._counts[k]}
 
     @property
     def written(self) -> int:
@@ -200,7 +205,7 @@ class JournalWriter:
 
     def _store(self, name: str, value: int) -> None:
         assert HEADER.fields is not None
-        _U64.pack_into(self._map, HEADER.fields[name][1], value)
+        _pack_u64(self._map, HEADER.fields[name][1], value)
 
     def _add_string(self, text: str) -> int:
         data = text.encode("utf-8", "replace")

@@ -13,7 +13,7 @@ import torch
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.summaries.summariser import shape_fields
-from gradtrace_recorder.summaries.values import NOTHING, Packed
+from gradtrace_recorder.summaries.values import Packed, as_bytes
 from gradtrace_recorder.timeline import StepTotals, Timeline
 from gradtrace_schemas.journal import KINDS, NULL_BOOL, NULL_FLOAT, NULL_INT32, NULL_INT64
 from gradtrace_schemas.steps import DIGEST_LINKS
@@ -64,7 +64,7 @@ class Rows:
             call_index,
             self._journal.string(name),
             *shape_fields(tensor),
-            *(summary or NOTHING),
+            as_bytes(summary),
         )
 
     def parameter(
@@ -82,7 +82,7 @@ class Rows:
             *shape_fields(tensor),
             int(tensor.requires_grad),
             string(json.dumps(name.others) if name.others else None),
-            *(summary or NOTHING),
+            as_bytes(summary),
         )
 
     def optimizer_group(
@@ -135,8 +135,8 @@ class Rows:
             depth,
             start_ns,
             end_ns,
-            *(received or NOTHING),
-            *(sent or NOTHING),
+            as_bytes(received),
+            as_bytes(sent),
         )
 
     def backward_pass(
@@ -192,7 +192,7 @@ class Rows:
             string(name.fqn),
             string(point),
             *shape_fields(gradient),
-            *(summary or NOTHING),
+            as_bytes(summary),
         )
 
     def failure(
@@ -228,7 +228,7 @@ class Rows:
             time_ns,
         )
 
-    def _append(self, table: str, backward_index: int, *fields: float | int) -> None:
+    def _append(self, table: str, backward_index: int, *fields: float | bytes) -> None:
         timeline = self._timeline
         self._journal.append(
             KINDS[table], timeline.step, timeline.microbatch, backward_index, *fields

@@ -167,7 +167,7 @@ class _Live:
                 **self._about,
                 "complete": complete,
                 "last_step": recording.timeline.step,
-                "recorded": dict(recording.journal.recorded),
+                "recorded": recording.journal.recorded,
                 "dropped": dict(recording.journal.dropped),
                 "unsummarised": dict(recording.summariser.unsummarised),
                 "problems": recording.problems.texts,

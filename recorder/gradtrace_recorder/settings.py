@@ -55,6 +55,11 @@ class Settings:
         """Whether tables of that detail are recorded."""
         return DETAILS.index(self.detail) >= DETAILS.index(detail)
 
+    @property
+    def records_state(self) -> bool:
+        """Whether parameters and gradients leave rows: they hold nothing but summaries."""
+        return self.records("params") and self.summary != "off"
+
     def wants_rank(self, rank: int) -> bool:
         """Whether that rank is recorded."""
         return not self.ranks or any(rank in chosen for chosen in self.ranks)

@@ -44,7 +44,7 @@ class Timeline:
         self.at_begin: list[Callable[[], None]] = []
         self.at_end: list[Callable[[], None]] = []
         self._steps = steps
-        self._zero_ns = zero_ns
+        self.zero_ns = zero_ns
         self._ended = False
         self._end_after_backward = False
         self._given = False
@@ -54,7 +54,7 @@ class Timeline:
 
     def now(self) -> int:
         """Nanoseconds since the recording began."""
-        return time.monotonic_ns() - self._zero_ns
+        return time.monotonic_ns() - self.zero_ns
 
     @property
     def is_recorded(self) -> bool:

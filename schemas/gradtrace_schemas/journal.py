@@ -4,10 +4,10 @@ A journal is one file:
 
     header (4 KiB) | what is running, per thread | strings | half 0 of the records | half 1
 
-Every record has the same size. Its first word is its number, from 1, written last; its last word is the same
-number, written first: a record whose two words differ was being written when the process died. A record's
-place is (number - 1) modulo the count of places, so numbers tell which of them are new. The header's
-`drained` says up to which record everything lies in parts.
+Every record has the same size. Its first word is its number, from 1, written after all the rest, of which the
+last word is the number again: a record whose two words differ was being written when the process died. A
+record's place is (number - 1) modulo the count of places, so numbers tell which of them are new. The header's
+`drained` says up to which record everything lies in parts; only such records are ever overwritten.
 
 A record's fields follow from its table's columns, so a new table needs no code here: text is the number of a
 string, null is the least integer (of strings the largest, of booleans 255, of floats one certain NaN).
@@ -146,18 +146,24 @@ def struct_format(dtype: np.dtype[Any]) -> str:
     return codes[dtype.str[1:]]
 
 
-def record_struct(table: Table) -> struct.Struct:
-    """Packs a record without its first and its last word: kind, step, microbatch, backward_index, ..."""
-    whole = struct.Struct("<" + struct_format(record_dtype(table))[1:])
-    assert whole.size == record_dtype(table).itemsize - 8
-    return whole
-
-
 JOURNAL_TABLES = tuple(table for table in ALL_TABLES if table.journalled)
 KINDS: dict[str, int] = {
     table.name: kind for kind, table in enumerate(ALL_TABLES, 1) if table.journalled
 }
 RECORD_BYTES = -(-(max(record_dtype(t).itemsize for t in JOURNAL_TABLES) + 8) // 64) * 64
+
+
+def record_struct(table: Table) -> struct.Struct:
+    """Packs a record without its first word: kind, step, microbatch, backward_index, the plain fields in
+    order, each summary as the bytes of SUMMARY, and last the record's number, which closes it."""
+    head = "".join(struct_format(RECORD_HEAD[name]) for name in (RECORD_HEAD.names or ())[1:])
+    dtype = record_dtype(table)
+    plain = "".join(struct_format(dtype[column.name]) for column in plain_fields(table))
+    summaries = f"{SUMMARY.itemsize}s" * len(table.summaries)
+    padding = RECORD_BYTES - 8 - dtype.itemsize
+    whole = struct.Struct(f"<{head}{plain}{summaries}{padding}xQ")
+    assert whole.size == RECORD_BYTES - 8
+    return whole
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.recording import Recording
 from gradtrace_recorder.rows import NODE_EVENTS
 from gradtrace_recorder.summaries.summariser import Summariser, shape_fields
-from gradtrace_recorder.summaries.values import FINGERPRINT, NOTHING, Packed, combined
+from gradtrace_recorder.summaries.values import FINGERPRINT, NOTHING, Packed, as_bytes, combined
 from gradtrace_schemas.journal import KINDS, NULL_BOOL, NULL_INT32, NULL_INT64, NULL_STRING
 
 _NODE_TENSORS = KINDS["node_tensors"]
@@ -138,6 +138,7 @@ class PassWatch:
         )
         if named is not None:
             hooks.set_parameter(named)
+        if named is not None and not self.recording.summariser.off:
             handle = variable.register_post_accumulate_grad_hook(hooks.accumulated)
             variable._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)
             self._handles.append(handle)
@@ -322,14 +323,13 @@ class NodeHooks:
             outcome,
             mutated,
             NULL_BOOL,
-            *grad_output,
-            *grad_input,
+            as_bytes(grad_output),
+            as_bytes(grad_input),
         )
 
     def _record(self, end: int, grad_inputs: Gradients, grad_outputs: Gradients) -> None:
         summariser = self.watch.recording.summariser
-        came = sum(g is not None for g in grad_outputs)
-        went = sum(g is not None for g in grad_inputs)
+        came, went = _present(grad_outputs), _present(grad_inputs)
         if summariser.off:
             self.write(end, self.watch.ok, came, went, NOTHING, NOTHING, NULL_BOOL)
             return
@@ -372,7 +372,7 @@ class NodeHooks:
                     direction,
                     position,
                     *shape_fields(gradient),
-                    *(summaries[position] or NOTHING),
+                    as_bytes(summaries[position]),
                 )
 
 
@@ -394,6 +394,14 @@ def _reachable(roots: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[Any]]:
                 seen.add(following)
                 waiting.append(following)
     return nodes, leaves
+
+
+def _present(gradients: Gradients) -> int:
+    count = 0
+    for gradient in gradients:
+        if gradient is not None:
+            count += 1
+    return count
 
 
 def _all_of(summariser: Summariser, gradients: Gradients) -> Packed | None:

@@ -97,7 +97,7 @@ class EngineSource:
         open_passes = self._local.open_passes
         opened.parent = open_passes[-1] if open_passes else None
         if timeline.is_recorded:
-            if accumulates and top_level and recording.settings.records("params"):
+            if accumulates and top_level and recording.settings.records_state:
                 self._record_carried(recording, index)
             outputs = _argument("tensors", 0, args, kwargs, ())
             nodes = [_node_of(output) for output in outputs]
@@ -128,7 +128,7 @@ class EngineSource:
             if opened.top_level:
                 timeline.totals.backward_ns += end - opened.start_ns
                 if opened.accumulates and error is None:
-                    if recording.settings.records("params") and timeline.is_recorded:
+                    if recording.settings.records_state and timeline.is_recorded:
                         self._reductions.backward_done(recording, opened.index, opened.microbatch)
                     timeline.backward_done()
             timeline.totals.recorder_ns += timeline.now() - end

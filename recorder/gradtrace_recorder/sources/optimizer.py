@@ -111,7 +111,7 @@ class OptimizerSource:
             ended = timeline.now()
             timeline.totals.optimizer_ns += ended - started
             timeline.totals.skipped = timeline.totals.skipped or False
-            if timeline.is_recorded and recording.settings.records("params"):
+            if timeline.is_recorded and recording.settings.records_state:
                 record_parameters_after(recording, self._not_yet_after(recording, optimizer))
             timeline.totals.recorder_ns += timeline.now() - ended
             timeline.optimizer_stepped()
@@ -142,7 +142,7 @@ class OptimizerSource:
                 _hyperparameters(group),
                 [None if name is None else name.fqn for name in names],
             )
-        if recording.settings.records("params"):
+        if recording.settings.records_state:
             totals = recording.timeline.totals
             record_gradients(
                 recording,

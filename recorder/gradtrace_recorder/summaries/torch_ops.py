@@ -31,6 +31,45 @@ _TINY_NORM = 1e-15  # squares of smaller float32 numbers begin to underflow
 _CACHED_CHUNKS = 4096
 
 
+class _Part:
+    """The summary of a piece; `square` is its norm squared, `fingerprint` any integer modulo 2^64."""
+
+    __slots__ = ("abs_max", "fingerprint", "infs", "lanes", "nans", "square", "total")
+
+    def __init__(
+        self,
+        square: float,
+        abs_max: float,
+        total: float,
+        nans: int,
+        infs: int,
+        fingerprint: int,
+        lanes: list[float] | None,
+    ) -> None:
+        self.square = square
+        self.abs_max = abs_max
+        self.total = total
+        self.nans = nans
+        self.infs = infs
+        self.fingerprint = fingerprint
+        self.lanes = lanes
+
+    def numbers(self) -> Numbers:
+        """As the journal wants them: the sketch must fit float32."""
+        lanes = NO_LANES if self.lanes is None else tuple(self.lanes)
+        if max(lanes) > LARGEST_FLOAT32 or min(lanes) < -LARGEST_FLOAT32:
+            lanes = tuple(min(max(v, -LARGEST_FLOAT32), LARGEST_FLOAT32) for v in lanes)
+        return (
+            math.sqrt(self.square),
+            self.abs_max,
+            self.total,
+            self.nans,
+            self.infs,
+            _signed(self.fingerprint),
+            lanes,
+        )
+
+
 class TorchSummary:
     """Computes summaries. The tables are made once; `numbers` may be called on any thread."""
 
@@ -42,6 +81,7 @@ class TorchSummary:
             torch.float32: torch.from_numpy(projection().copy()).float(),
         }
         self._multipliers = torch.from_numpy(multipliers(0, _CACHED_CHUNKS))
+        self._first_multiplier = self._multiplier(0)
         turns, flips = turns_and_flips(0, _CACHED_CHUNKS)
         self._turns, self._flips = torch.from_numpy(turns), torch.from_numpy(flips)
         self._lanes = torch.arange(SKETCH_LANES, device="cpu")
@@ -58,88 +98,86 @@ class TorchSummary:
             tensor = tensor.resolve_neg()
         if tensor.dtype == torch.bool:
             tensor = tensor.view(torch.uint8)
-        square = total = abs_max = 0.0
-        nans = infs = fingerprint = 0
-        sketch: list[float] | None = None
-        for flat, at in _pieces(tensor, offset):
-            part = self._row(flat, at) if len(flat) <= CHUNK else self._rows(flat, at)
-            square += part[0]
-            abs_max = max(abs_max, part[1])
-            total += part[2]
-            nans += part[3]
-            infs += part[4]
-            fingerprint += part[5]
-            lanes = part[6]
-            sketch = (
-                lanes if sketch is None else [a + b for a, b in zip(sketch, lanes, strict=True)]
-            )
-        if sketch is None or self._norms_only:
-            lanes16 = NO_LANES
+        count = tensor.numel()
+        chunk, place = divmod(offset, CHUNK)
+        if count == 0:
+            return 0.0, 0.0, 0.0, 0, 0, 0, NO_LANES
+        if place + count <= CHUNK:
+            parts = [self._row(tensor.reshape(-1), chunk, place)]
         else:
-            lanes16 = tuple(sketch)
-            if max(map(abs, lanes16)) > LARGEST_FLOAT32:
-                lanes16 = tuple(min(max(v, -LARGEST_FLOAT32), LARGEST_FLOAT32) for v in lanes16)
-        return math.sqrt(square), abs_max, total, nans, infs, _signed(fingerprint), lanes16
+            parts = [
+                self._row(flat, *divmod(at, CHUNK))
+                if flat.shape[0] < CHUNK
+                else self._rows(flat, at // CHUNK)
+                for flat, at in _pieces(tensor, offset)
+            ]
+        return parts[0].numbers() if len(parts) == 1 else _sum_of(parts).numbers()
 
-    def _row(
-        self, flat: torch.Tensor, at: int
-    ) -> tuple[float, float, float, int, int, int, list[float]]:
-        """A piece of at most one chunk: few operations, since a small tensor costs by their number."""
-        chunk, place = divmod(at, CHUNK)
-        values, nans, infs = _finite(flat)
-        count = len(flat)
-        norm, low, high = _norm_and_range(values)
-        total = float(values.sum())
+    def _row(self, flat: torch.Tensor, chunk: int, place: int) -> _Part:
+        """A piece within one chunk: few operations, since a small tensor costs by their number."""
+        values, total, nans, infs = _finite(flat)
+        low, high = torch.aminmax(values)
+        abs_max = max(-float(low), float(high))
+        norm = float(torch.linalg.vector_norm(values))
+        if not _TINY_NORM < norm < math.inf:
+            norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
         if self._norms_only:
-            return norm * norm, max(-low, high), total, nans, infs, 0, list(NO_LANES)
+            return _Part(norm * norm, abs_max, total, nans, infs, 0, None)
+        count = flat.shape[0]
         table = self._projections[values.dtype]
         lanes = (values @ table[place : place + count]).tolist()
-        fingerprint = self._word_sums(flat, at)
         if chunk:
             turn, flip = self._turn_and_flip(chunk)
             lanes = [flip * lanes[lane ^ turn] for lane in range(SKETCH_LANES)]
-        return norm * norm, max(-low, high), total, nans, infs, fingerprint, lanes
+        width = flat.dtype.itemsize
+        if width > 4:
+            fingerprint = self._word_sums(flat, chunk * CHUNK + place)
+        else:
+            words = flat.view(_WORD[width]).to(torch.int64)
+            own = int(words @ self._weights[place : place + count])
+            fingerprint = own * (self._multiplier(chunk) if chunk else self._first_multiplier)
+        return _Part(norm * norm, abs_max, total, nans, infs, fingerprint, lanes)
 
-    def _rows(
-        self, flat: torch.Tensor, at: int
-    ) -> tuple[float, float, float, int, int, int, list[float]]:
-        """A piece of several whole chunks, beginning at a chunk's first place."""
-        values, nans, infs = _finite(flat)
+    def _rows(self, flat: torch.Tensor, first: int) -> _Part:
+        """A piece of whole chunks, the first of them number `first`."""
+        values, total, nans, infs = _finite(flat)
         chunks = values.view(-1, CHUNK)
+        count = chunks.shape[0]
         norms = torch.linalg.vector_norm(chunks, dim=1).double()
         square = float(norms @ norms)
-        low, high = (float(x) for x in torch.aminmax(values))
-        if not math.isfinite(square) or square < (_TINY_NORM**2) * len(chunks):
+        low, high = torch.aminmax(values)
+        abs_max = max(-float(low), float(high))
+        if not (_TINY_NORM**2) * count < square < math.inf:
             square = float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-        total = float(chunks.sum(1).double().sum())
         if self._norms_only:
-            return square, max(-low, high), total, nans, infs, 0, list(NO_LANES)
-        first = at // CHUNK
-        turns, flips = self._turns_and_flips(first, len(chunks))
+            return _Part(square, abs_max, total, nans, infs, 0, None)
+        turns, flips = self._turns_and_flips(first, count)
         rows = chunks @ self._projections[values.dtype]
         turned = rows.gather(1, self._lanes ^ turns[:, None])
         lanes = (flips.to(turned.dtype) @ turned).tolist()
-        return square, max(-low, high), total, nans, infs, self._word_sums(flat, at), lanes
+        fingerprint = self._word_sums(flat, first * CHUNK)
+        return _Part(square, abs_max, total, nans, infs, fingerprint, lanes)
 
     def _word_sums(self, flat: torch.Tensor, at: int) -> int:
         """The fingerprint's sum over the words of contiguous elements, the first at index `at`."""
         words = flat.view(_WORD[flat.dtype.itemsize]).to(torch.int64)
+        count = words.shape[0]
         first = at * (flat.dtype.itemsize // 4 or 1)
         chunk, place = divmod(first, CHUNK)
-        head = min(len(words), (CHUNK - place) % CHUNK)
+        head = min(count, (CHUNK - place) % CHUNK)
         total = 0
         if head:
             own = int(words[:head] @ self._weights[place : place + head])
             total += own * self._multiplier(chunk)
             chunk += 1
-        whole = (len(words) - head) // CHUNK
+        whole = (count - head) // CHUNK
         if whole:
             sums = words[head : head + whole * CHUNK].view(whole, CHUNK) @ self._weights
             total += int(sums @ self._some_multipliers(chunk, whole))
             chunk += whole
-        rest = len(words) - head - whole * CHUNK
+        rest = count - head - whole * CHUNK
         if rest:
-            own = int(words[len(words) - rest :] @ self._weights[:rest])
+            own = int(words[count - rest :] @ self._weights[:rest])
             total += own * self._multiplier(chunk)
         return total
 
@@ -169,9 +207,9 @@ def _pieces(tensor: torch.Tensor, at: int) -> Iterator[tuple[torch.Tensor, int]]
     """
     for flat in _contiguous(tensor):
         start = 0
-        while start < len(flat):
+        while start < flat.shape[0]:
             place = at % CHUNK
-            left = len(flat) - start
+            left = flat.shape[0] - start
             if place or left < CHUNK:
                 count = min(left, CHUNK - place)
             else:
@@ -196,26 +234,37 @@ def _contiguous(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor[start : start + count].reshape(-1)
 
 
-def _finite(flat: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """(values as float32 or float64 with zeros for what is not finite, NaN count, infinity count)."""
+def _finite(flat: torch.Tensor) -> tuple[torch.Tensor, float, int, int]:
+    """(values as float32 or float64 with zeros for what is not finite, their sum, NaN and infinity counts)."""
     if flat.dtype == torch.float32 or flat.dtype == torch.float64:
         values = flat
     elif flat.is_floating_point():
         values = flat.float()
     else:
         values = flat.double()
-    if math.isfinite(float(values.sum())):
-        return values, 0, 0
+    total = float(values.sum())
+    if math.isfinite(total):
+        return values, total, 0, 0
     nans, infs = int(values.isnan().sum()), int(values.isinf().sum())
-    return (torch.where(values.isfinite(), values, 0.0) if nans or infs else values), nans, infs
+    if nans or infs:
+        values = torch.where(values.isfinite(), values, 0.0)
+    return values, float(values.sum(dtype=torch.float64)), nans, infs
 
 
-def _norm_and_range(values: torch.Tensor) -> tuple[float, float, float]:
-    low, high = torch.aminmax(values)
-    norm = float(torch.linalg.vector_norm(values))
-    if not _TINY_NORM < norm < math.inf:
-        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
-    return norm, float(low), float(high)
+def _sum_of(parts: list[_Part]) -> _Part:
+    """The summary of a tensor from those of its pieces: all numbers but the largest add up."""
+    lanes = None
+    if parts[0].lanes is not None:
+        lanes = [sum(lane) for lane in zip(*(p.lanes for p in parts if p.lanes), strict=True)]
+    return _Part(
+        sum(p.square for p in parts),
+        max(p.abs_max for p in parts),
+        sum(p.total for p in parts),
+        sum(p.nans for p in parts),
+        sum(p.infs for p in parts),
+        sum(p.fingerprint for p in parts),
+        lanes,
+    )
 
 
 def _signed(value: int) -> int:

@@ -7,9 +7,10 @@ order of `gradtrace_schemas.journal.SUMMARY`; dtype is the number of a journal s
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 
-from gradtrace_schemas.journal import NULL_STRING
+from gradtrace_schemas.journal import NULL_STRING, SUMMARY, struct_format
 from gradtrace_schemas.summary import (
     STATE_FULL,
     STATE_NONE,
@@ -25,10 +26,17 @@ Packed = tuple[float | int, ...]
 FINGERPRINT, FIRST_LANE, DTYPE, STATE = 6, 7, 7 + SKETCH_LANES, 8 + SKETCH_LANES
 NO_LANES = (0.0,) * SKETCH_LANES
 NOTHING: Packed = (0, 0.0, 0.0, 0.0, 0, 0, 0, *NO_LANES, NULL_STRING, STATE_NONE)
+_SUMMARY = struct.Struct("<" + struct_format(SUMMARY))
+_NOTHING_BYTES = _SUMMARY.pack(*NOTHING)
 LARGEST_FLOAT32 = 3.4028234663852886e38
 
 # Far from the chunks' multipliers, so that a tuple of tensors is no shard of anything.
 _POSITIONS = [int(m) for m in multipliers(1 << 40, 64)]
+
+
+def as_bytes(packed: Packed | None) -> bytes:
+    """The summary as a record holds it; None is nothing."""
+    return _NOTHING_BYTES if packed is None or packed is NOTHING else _SUMMARY.pack(*packed)
 
 
 def unread(numel: int, dtype: int) -> Packed:
