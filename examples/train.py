@@ -14,6 +14,7 @@ import codecs
 import contextlib
 import io
 import os
+import time
 from dataclasses import dataclass
 
 import torch
@@ -202,6 +203,9 @@ def main() -> None:
     finally:
         if distributed:
             dist.destroy_process_group()
+            # A gloo thread may still be letting go of its last all-reduce, for which it needs the GIL:
+            # torch 2.13 aborts the process when that falls into Python's own end.
+            time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def _first(own: list[Difference], rng_differs: bool, modules: Collection[str]) -
             return _origin("inputs", inputs[0], inputs[0].writes, others=len(inputs) - 1)
         between = first.reads is not None and first.reads.differs
         fqn = str(first.key["module_fqn"])
-        module = _module_around(fqn, modules) if between else fqn
+        module = _module_between(own, first, modules) if between else fqn
         link = "rng" if rng_differs else "forward"
         return _origin(link, first, first.reads if between else change, module, between)
     if first.table == "node_events":
@@ -183,11 +183,21 @@ def _same_call(inputs: Difference, call: Difference) -> bool:
     )
 
 
-def _module_around(fqn: str, modules: Collection[str]) -> str:
-    """The nearest recorded module that holds this one: its own code called it."""
+def _module_between(own: list[Difference], call: Difference, modules: Collection[str]) -> str:
+    """The module whose own code lies in front of this call: the innermost recorded one around it whose own
+    input agrees."""
+    reading = {
+        d.key["module_fqn"]
+        for d in own
+        if d.table == "module_calls"
+        and d.reads is not None
+        and d.reads.differs
+        and (d.key["microbatch"], d.key["root"]) == (call.key["microbatch"], call.key["root"])
+    }
+    fqn = str(call.key["module_fqn"])
     while fqn:
         fqn = fqn.rpartition(".")[0]
-        if fqn in modules:
+        if fqn in modules and fqn not in reading:
             return fqn
     return ""
 

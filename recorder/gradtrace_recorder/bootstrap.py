@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradtrace_recorder.session import Session
     from gradtrace_recorder.settings import Settings
+    from gradtrace_recorder.tripwire import Tripwire
 
 OLDEST_TORCH = (2, 6)
 OLDEST_PYTHON = (3, 10)
 
-_session: Session | None = None
+_armed: Tripwire | None = None
 
 
 def start_from_env() -> None:
     """Arm this process if GRADTRACE_DIR names a directory."""
-    if not os.environ.get("GRADTRACE_DIR") or _session is not None:
+    if not os.environ.get("GRADTRACE_DIR") or _armed is not None:
         return
     from gradtrace_recorder.guard import say
     from gradtrace_recorder.settings import settings_from
@@ -39,8 +40,8 @@ def start_from_env() -> None:
 
 def start_session(settings: Settings) -> None:
     """Arm this process with these settings. Raises RuntimeError where it is armed, or versions are too old."""
-    global _session
-    if _session is not None:
+    global _armed
+    if _armed is not None:
         raise RuntimeError("gradtrace is recording in this process already; stop() it first")
     import torch
 
@@ -50,24 +51,29 @@ def start_session(settings: Settings) -> None:
             f"gradtrace needs torch {_dotted(OLDEST_TORCH)} and Python {_dotted(OLDEST_PYTHON)} or newer, "
             f"this is torch {torch.__version__} and Python {sys.version.split()[0]}"
         )
-    from gradtrace_recorder.session import Session
+    from gradtrace_recorder.tripwire import Tripwire
 
-    session = Session(settings)
-    session.arm()
-    _session = session
+    tripwire = Tripwire(settings)
+    tripwire.set()
+    _armed = tripwire
 
 
 def stop_session() -> None:
     """Close the recording and remove every hook. Does nothing where none is armed."""
-    global _session
-    session, _session = _session, None
-    if session is not None:
-        session.stop(timeout=60.0)
+    global _armed
+    tripwire, _armed = _armed, None
+    if tripwire is not None:
+        tripwire.stop(timeout=60.0)
+
+
+def is_armed() -> bool:
+    """Whether this process records, or waits for its first event."""
+    return _armed is not None
 
 
 def current_session() -> Session | None:
-    """The armed session of this process."""
-    return _session
+    """The session of this process, begun now if it is armed; None where it is not."""
+    return _armed.spring() if _armed is not None else None
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -13,6 +13,7 @@ from gradtrace_recorder.claim import Claim
 from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_schemas import TABLES, layout
+from gradtrace_schemas.batches import arrow_table, write_part
 from gradtrace_schemas.digests import Digests
 from gradtrace_schemas.journal import JOURNAL_TABLES, heads, of_table
 
@@ -46,8 +47,6 @@ class Drain:
         return not self._thread.is_alive() and not self._failed
 
     def _run(self) -> None:
-        import pyarrow  # noqa: F401  # half a second that the job's thread is spared
-
         while True:
             self._journal.half_is_full.wait()
             self._journal.half_is_full.clear()
@@ -77,8 +76,6 @@ class Drain:
             journal.mark_drained(last)
 
     def _write(self, records: npt.NDArray[np.uint8], last: int) -> None:
-        from gradtrace_schemas.batches import arrow_table, write_part
-
         numbers, kinds = heads(records)
         by_table: dict[str, npt.NDArray[Any]] = {
             table.name: of_table(records, kinds, numbers, table) for table in JOURNAL_TABLES

@@ -1,7 +1,7 @@
 """Wires everything together; the only module that knows it all.
 
-*Armed* is a process in which the hooks wait for a first event. The first event opens the recording: it reads
-who we are, claims a place in the run's directory, allocates the journal and starts the drain thread.
+A session is made at a process's first event. That opens the recording: it reads who we are, claims a place in
+the run's directory, allocates the journal and starts the drain thread.
 """
 
 from __future__ import annotations
@@ -26,24 +26,22 @@ EXIT_SECONDS = 2.0
 
 
 class Session:
-    """An armed process, and its recording once there is one."""
+    """The hooks of a process that trains, and its recording."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.problems = Problems(settings.strict)
         self.gate = Gate(settings, self._open)
         reductions = Reductions()
-        self._sources = (
-            ModuleSource(self.gate, Guard("module source", self.problems), reductions),
-            EngineSource(self.gate, Guard("backward source", self.problems), reductions),
-            OptimizerSource(self.gate, Guard("optimizer source", self.problems)),
-        )
+        self.modules = ModuleSource(self.gate, Guard("module source", self.problems), reductions)
+        self.optimizers = OptimizerSource(self.gate, Guard("optimizer source", self.problems))
+        engine = EngineSource(self.gate, Guard("backward source", self.problems), reductions)
+        self._sources = (self.modules, engine, self.optimizers)
         self._live: _Live | None = None
         self._pid = os.getpid()
 
     def arm(self) -> None:
-        """Put the hooks in place. Nothing is recorded or written yet."""
-        _quiet_compile_warning()
+        """Put the hooks in place. Nothing is written before one of them is called."""
         for source in self._sources:
             source.attach()
         atexit.register(self.stop)
@@ -181,15 +179,3 @@ def _reason(error: Exception) -> str:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}"
     return f"{type(error).__name__}: {error}"
-
-
-def _quiet_compile_warning() -> None:
-    """Global module hooks make a compiled module warn that they may not be compiled; ours end at once there.
-
-    Source: torch/_dynamo/eval_frame.py, `OptimizedModule.__call__` (2.13).
-    """
-    import warnings
-
-    warnings.filterwarnings(
-        "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
-    )

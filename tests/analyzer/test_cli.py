@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from support.synthetic import build_run
 
 from gradtrace_analyzer.cli import analyzer
 from gradtrace_analyzer.errors import GradtraceError
+from support.synthetic import build_run
 
 CLI = [sys.executable, "-m", "gradtrace_analyzer.cli"]
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from support.journals import write_journal
-from support.synthetic import add_part, build_run, part_rows, summary_columns
 
 from gradtrace_analyzer.database import connect, connect_pair, run_names
 from gradtrace_analyzer.run import open_run
 from gradtrace_schemas import ALL_TABLES, layout
+from support.journals import write_journal
+from support.synthetic import add_part, build_run, part_rows, summary_columns
 
 
 def test_every_table_has_a_view_with_the_catalogues_columns(tmp_path: Path) -> None:
@@ -114,7 +114,9 @@ def test_ranks_view_holds_what_the_ranks_json_say(tmp_path: Path) -> None:
     path = build_run(tmp_path / "a", world_size=2, unclosed=(1,), rank_facts=facts)
     found = (
         connect([open_run(path)])
-        .execute("SELECT rank, host, complete, dropped->>'steps', problems->>0 FROM ranks ORDER BY 1")
+        .execute(
+            "SELECT rank, host, complete, dropped->>'steps', problems->>0 FROM ranks ORDER BY 1"
+        )
         .fetchall()
     )
     assert found == [(0, "host0", True, "4", "disk full"), (1, "host0", False, "4", "disk full")]

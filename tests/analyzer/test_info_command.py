@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 from click.testing import CliRunner, Result
-from support.journals import write_journal
-from support.synthetic import add_part, build_run
 
 from gradtrace_analyzer.cli import analyzer
 from gradtrace_analyzer.reports.tables import bytes_text
+from support.journals import write_journal
+from support.synthetic import add_part, build_run
 
 
 def info(*arguments: object) -> Result:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from support.journals import write_journal
-from support.synthetic import add_part, build_run, part_rows
 
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
 from gradtrace_analyzer.run import Run, open_run, ranks_phrase, spans
 from gradtrace_schemas import layout
 from gradtrace_schemas.journal import RECORD_BYTES, text_of
+from support.journals import write_journal
+from support.synthetic import add_part, build_run, part_rows
 
 
 def steps_in_parts(run: Run) -> list[int]:

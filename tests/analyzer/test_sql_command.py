@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from support.synthetic import build_run
 
 from gradtrace_analyzer.cli import analyzer
 from gradtrace_analyzer.errors import BadQuery
 from gradtrace_analyzer.run import open_run
 from gradtrace_analyzer.untrusted_sql import answered
+from support.synthetic import build_run
 
 
 @pytest.fixture
@@ -257,8 +257,16 @@ def test_run_behind_a_symbolic_link_is_read(run: Path, tmp_path: Path) -> None:
 def test_real_process_answers_and_keeps_notices_off_stdout(tmp_path: Path) -> None:
     path = build_run(tmp_path / "a", {"steps": [{}]}, world_size=4, absent=(2, 3))
     done = subprocess.run(
-        [sys.executable, "-m", "gradtrace_analyzer.cli", "sql", "--format", "json"]
-        + ["SELECT count(*) AS n FROM steps", str(path)],
+        [
+            sys.executable,
+            "-m",
+            "gradtrace_analyzer.cli",
+            "sql",
+            "--format",
+            "json",
+            "SELECT count(*) AS n FROM steps",
+            str(path),
+        ],
         capture_output=True,
         text=True,
         cwd=tmp_path,

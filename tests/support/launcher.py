@@ -24,9 +24,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ParamSpec, cast
 
 import psutil
+import pytest
 
 P = ParamSpec("P")
 
@@ -132,6 +134,7 @@ class _Failure:
     when: float
     error: BaseException | None
     text: str
+    skip_reason: str | None
 
 
 def _run_ranks(
@@ -158,6 +161,8 @@ def _run_ranks(
     failures = [_unpickled(path.read_bytes()) for path in folder.glob("failure-*")]
     if failures:
         first = min(failures, key=lambda failure: failure.when)
+        if first.skip_reason is not None:
+            pytest.skip(first.skip_reason)
         cause = RankFailed(f"rank {first.rank} of {count} raised\n{first.text}")
         if first.error is None:
             raise cause
@@ -185,20 +190,44 @@ def run_body(folder: Path) -> None:
         body = _body(task)
         dist.init_process_group("gloo")
         body(**task.arguments)
-        dist.destroy_process_group()
+        end_process_group()
     except BaseException as error:  # a skip is a BaseException, and SystemExit is no success here
-        failure = _Failure(rank, time.monotonic(), _portable(error), traceback.format_exc())
+        failure = _Failure(
+            rank=rank,
+            when=time.monotonic(),
+            error=_portable(error),
+            text=traceback.format_exc(),
+            skip_reason=error.msg or "" if isinstance(error, pytest.skip.Exception) else None,
+        )
         unfinished = folder / f"unfinished-{rank}"
         unfinished.write_bytes(pickle.dumps(failure))
         unfinished.rename(folder / f"failure-{rank}")
         raise
 
 
+def end_process_group() -> None:
+    """Destroys the default process group, so that the process may end at once without an abort.
+
+    Torch 2.13: a gloo thread drops its last collective's thread-local state a little after the
+    collective is done. That needs the GIL; taking it while Python shuts down ends the process with
+    "terminate called without an active exception". The sleep lets those threads have it before.
+    """
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    time.sleep(0.1)
+
+
 def _body(task: _Task) -> Callable[..., None]:
     spec = importlib.util.spec_from_file_location(task.module, task.file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[task.module] = module  # so that what the body raises is pickled by its name
+    # What the body raises is pickled by the name that pytest gave its module, parents included.
+    sys.modules[task.module] = module
+    parents = task.module.split(".")[:-1]
+    for end in range(1, len(parents) + 1):
+        name = ".".join(parents[:end])
+        sys.modules.setdefault(name, ModuleType(name))
     spec.loader.exec_module(module)
     return cast(Callable[..., None], inspect.unwrap(getattr(module, task.name)))
 

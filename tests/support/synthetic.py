@@ -103,9 +103,7 @@ def add_part(
     return part
 
 
-def part_rows(
-    table: str, rows: Sequence[Row], attempt: int = 0, first_record: int = 1
-) -> pa.Table:
+def part_rows(table: str, rows: Sequence[Row], attempt: int = 0, first_record: int = 1) -> pa.Table:
     """Rows as a part holds them: columns that a row lacks are null, but `step` and `microbatch` are 0."""
     schema = TABLES[table].arrow_schema
     _require_columns(TABLES[table], rows)

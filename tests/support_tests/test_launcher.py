@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+
 from support.launcher import (
     JobFailed,
     JobTimedOut,
@@ -31,7 +32,7 @@ def script(folder: Path, text: str) -> Path:
 
 def is_alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
@@ -50,7 +51,7 @@ def test_job_of_one_rank_is_a_plain_process(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (3, "['--count', '2'] False 1\n")
     assert result.stderr == "to stderr\n"
     assert result.seconds > 0
-    with pytest.raises(JobFailed, match="(?s)ended with 3.*to stderr"):
+    with pytest.raises(JobFailed, match=r"(?s)ended with 3.*to stderr"):
         result.must_succeed()
 
 
@@ -92,8 +93,10 @@ def test_two_jobs_of_two_ranks_run_side_by_side(tmp_path: Path) -> None:
     assert [result.must_succeed().stdout for result in results] == ["2.0\n", "20.0\n"]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_timeout_kills_every_process_of_the_job(tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "timeout"), [(1, 3), pytest.param(2, 10, marks=pytest.mark.slow)]
+)
+def test_timeout_kills_every_process_of_the_job(tmp_path: Path, count: int, timeout: int) -> None:
     job = script(
         tmp_path,
         """
@@ -108,9 +111,9 @@ def test_timeout_kills_every_process_of_the_job(tmp_path: Path, count: int) -> N
         """,
     )
     began = time.monotonic()
-    with pytest.raises(JobTimedOut, match="(?s)killed after 8 s.*rank 0 waits"):
-        run_job(job, tmp_path, ranks=count, timeout=8)
-    assert time.monotonic() - began < 25
+    with pytest.raises(JobTimedOut, match=rf"(?s)killed after {timeout} s.*rank 0 waits"):
+        run_job(job, tmp_path, ranks=count, timeout=timeout)
+    assert time.monotonic() - began < timeout + 15
     texts = [path.read_text() for path in tmp_path.glob("pids-*")]
     assert len(texts) == count
     pids = [int(pid) for text in texts for pid in text.split()]
@@ -189,7 +192,7 @@ def dies_without_a_word() -> None:
 
 
 def test_rank_that_dies_without_an_exception_fails_the_test() -> None:
-    with pytest.raises(JobFailed, match="exitcode: 7|exitcode  : 7"):
+    with pytest.raises(JobFailed, match=r"exitcode *: 7"):
         dies_without_a_word()
 
 
@@ -202,6 +205,7 @@ def hangs_in_rank_1(folder: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_timeout_of_a_body_kills_all_ranks_and_says_where_they_were(tmp_path: Path) -> None:
     with pytest.raises(JobTimedOut, match=r"test_launcher\.py.* in hangs_in_rank_1"):
         hangs_in_rank_1(tmp_path)

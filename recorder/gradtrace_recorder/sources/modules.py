@@ -28,7 +28,7 @@ class _Call:
     """A call that has been entered: what its exit needs to know. No module is kept, only its identity."""
 
     __slots__ = (
-        "entered_ns", "frame", "inputs", "microbatch", "module_id", "name", "phase", "start_ns",
+        "end_ns", "frame", "inputs", "last_hook", "microbatch", "module_id", "name", "phase", "start_ns",
     )  # fmt: skip
 
     def __init__(self, module_id: int, name: ModuleName | None) -> None:
@@ -39,13 +39,19 @@ class _Call:
         self.phase = -1
         self.microbatch = 0
         self.start_ns = 0
-        self.entered_ns = 0
+        self.end_ns = 0
+        self.last_hook: RemovableHandle | None = None
+
+    def forget(self) -> None:
+        """Nobody will call the hook that waits on the module."""
+        if self.last_hook is not None:
+            self.last_hook.remove()
+            self.last_hook = None
 
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.stack: list[_Call] = []
-        self.exited_at = -1
 
 
 class ModuleSource:
@@ -69,7 +75,7 @@ class ModuleSource:
     def attach(self) -> None:
         """Register the hooks."""
         self._handles = [
-            torch_modules.register_module_forward_pre_hook(self._before),
+            torch_modules.register_module_forward_pre_hook(self.before),
             torch_modules.register_module_forward_hook(
                 self._after, with_kwargs=True, always_call=True
             ),
@@ -80,9 +86,12 @@ class ModuleSource:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for call in self._local.stack:
+            call.forget()
         self._guard.is_open = False
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A module is about to be called."""
         if _is_compiling() or not self._guard.is_open:
             return
         try:
@@ -101,9 +110,29 @@ class ModuleSource:
         if recording is None:
             return
         try:
-            call = self._left(module)
-            if call is not None and len(rest) == 2:
+            call = self._innermost(module)
+            if call is None:
+                return
+            call.end_ns = recording.timeline.now()
+            if len(rest) == 2 and call.last_hook is not None:
+                return  # the module's own hooks come now, and may replace the output
+            self._leave(recording, call)
+            if len(rest) == 2:
                 self._exit(recording, call, *rest)
+        except Exception as error:
+            self._guard.failed(error)
+
+    def _after_own_hooks(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        recording = self._gate.recording
+        if not self._guard.is_open or recording is None:
+            return
+        try:
+            call = self._innermost(module)
+            if call is not None:
+                self._leave(recording, call)
+                self._exit(recording, call, kwargs, output)
         except Exception as error:
             self._guard.failed(error)
 
@@ -113,6 +142,8 @@ class ModuleSource:
         local = self._local
         if local.stack and local.stack[0].module_id == id(module):
             # The root again: an exception that no hook saw (KeyboardInterrupt) left its calls behind.
+            for left in local.stack:
+                left.forget()
             local.stack.clear()
         stack = local.stack
         name = recording.names.module(module)
@@ -144,29 +175,35 @@ class ModuleSource:
             self._record_inputs(recording, module, name, index, args)
         if self._is_row(recording, name):
             call.inputs = recording.summariser.of_all(args)
+        if module._forward_hooks:
+            # A hook of the job's on the module may replace its output: see what the last of them leaves.
+            call.last_hook = module.register_forward_hook(self._after_own_hooks, with_kwargs=True)
         stack.append(call)
-        call.entered_ns = entered
         call.start_ns = timeline.now()
         timeline.totals.recorder_ns += call.start_ns - entered
 
-    def _left(self, module: nn.Module) -> _Call | None:
-        """The call that has just been left, with any inside it whose exit no hook saw; None if unknown."""
-        stack = self._local.stack
-        if not any(call.module_id == id(module) for call in stack):
-            return None  # entered before we were attached, or a hook before ours raised
-        while True:
-            call = stack.pop()
+    def _innermost(self, module: nn.Module) -> _Call | None:
+        """The innermost call of this module, None for one entered before we were attached."""
+        for call in reversed(self._local.stack):
             if call.module_id == id(module):
+                return call
+        return None
+
+    def _leave(self, recording: Recording, call: _Call) -> None:
+        """The call is over, and so is any inside it whose exit no hook saw."""
+        stack = self._local.stack
+        while True:
+            left = stack.pop()
+            left.forget()
+            if left is call:
                 break
-        recording = self._gate.recording
-        if recording is not None and call.frame is not None and torch.is_grad_enabled():
+        if call.frame is not None and torch.is_grad_enabled():
             outer = stack[-1].frame if stack else None
             recording.attribution.mark(_get_sequence_nr(), outer)
-        return call
 
     def _exit(self, recording: Recording, call: _Call, kwargs: dict[str, Any], output: Any) -> None:
         timeline = recording.timeline
-        end = timeline.now()
+        end = call.end_ns
         stack = self._local.stack
         frame, name = call.frame, call.name
         if frame is None or name is None:

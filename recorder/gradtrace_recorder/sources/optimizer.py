@@ -47,7 +47,7 @@ class OptimizerSource:
     def attach(self) -> None:
         """Register the hooks and wrap `GradScaler.step`."""
         self._handles = [
-            torch_optimizer.register_optimizer_step_pre_hook(self._before),
+            torch_optimizer.register_optimizer_step_pre_hook(self.before),
             torch_optimizer.register_optimizer_step_post_hook(self._after),
         ]
         source, original = self, torch.amp.GradScaler.step
@@ -74,7 +74,8 @@ class OptimizerSource:
             self._scaler_step = None
         self._guard.is_open = False
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer is about to step."""
         if _is_compiling() or not self._guard.is_open:
             return
         try:

@@ -1,0 +1,113 @@
+"""What waits in an armed process for the first event: three light hooks, and nothing else of ours.
+
+Launchers, data workers and tools import torch too. Until a module is called, the engine is entered or an
+optimizer steps, only the standard library and torch are loaded; then the session takes the hooks' place, and
+the event that woke it is its first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import Variable
+from torch.nn.modules import module as torch_modules
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
+
+from gradtrace_recorder.guard import say
+from gradtrace_recorder.settings import Settings
+
+if TYPE_CHECKING:
+    from gradtrace_recorder.session import Session
+
+_is_compiling = torch.compiler.is_compiling
+
+
+class Tripwire:
+    """Waits for the first event, then holds the session. Called on the job's threads."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.session: Session | None = None
+        self._settings = settings
+        self._handles: list[RemovableHandle] = []
+        self._engine: Any = None
+
+    def set(self) -> None:
+        """Put the light hooks in place."""
+        _quiet_compile_warning()
+        self._handles = [
+            torch_modules.register_module_forward_pre_hook(self._module_called),
+            torch_optimizer.register_optimizer_step_pre_hook(self._optimizer_steps),
+        ]
+        self._engine = Variable._execution_engine
+        tripwire = self
+
+        class WaitingEngine(type(self._engine)):  # type: ignore[misc]
+            """The engine until it is entered."""
+
+            def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+                if _is_compiling() or tripwire.spring() is None:
+                    return super().run_backward(*args, **kwargs)
+                return Variable._execution_engine.run_backward(*args, **kwargs)
+
+        Variable._execution_engine = WaitingEngine()
+
+    def spring(self) -> Session | None:
+        """The session, started now if this is the first event; None where it could not be."""
+        if self.session is None and self._engine is not None:
+            self._clear()
+            try:
+                from gradtrace_recorder.session import Session
+
+                session = Session(self._settings)
+                session.arm()
+                self.session = session
+            except Exception as error:
+                say(
+                    f"nothing is recorded: {type(error).__name__}: {error}; the job goes on without"
+                )
+                if self._settings.strict:
+                    raise
+        return self.session
+
+    def stop(self, timeout: float) -> None:
+        """Remove every hook; close the recording where there is one."""
+        self._clear()
+        session, self.session = self.session, None
+        if session is not None:
+            session.stop(timeout)
+
+    def _clear(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._engine is not None:
+            Variable._execution_engine = self._engine
+            self._engine = None
+
+    def _module_called(self, module: Any, args: Any) -> None:
+        if _is_compiling():
+            return
+        session = self.spring()
+        if session is not None:
+            session.modules.before(module, args)
+
+    def _optimizer_steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if _is_compiling():
+            return
+        session = self.spring()
+        if session is not None:
+            session.optimizers.before(optimizer, args, kwargs)
+
+
+def _quiet_compile_warning() -> None:
+    """Global module hooks make a compiled module warn that they may not be compiled; ours end at once there.
+
+    Source: torch/_dynamo/eval_frame.py, `OptimizedModule.__call__` (2.13).
+    """
+    import warnings
+
+    warnings.filterwarnings(
+        "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
+    )

@@ -1,0 +1,33 @@
+"""Every test proves that it left nothing of the recorder's in the process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """After a test no hook, patch or thread of ours is left."""
+    yield
+    from gradtrace_recorder import bootstrap
+
+    if bootstrap.is_armed():
+        bootstrap.stop_session()
+        pytest.fail("the test left a session armed")
+    assert [t.name for t in threading.enumerate() if t.name.startswith("gradtrace")] == []
+    import sys
+
+    if "torch" not in sys.modules:
+        return
+    import torch
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    assert not module._global_forward_pre_hooks and not module._global_forward_hooks
+    assert not optimizer._global_optimizer_pre_hooks and not optimizer._global_optimizer_post_hooks
+    assert type(torch.autograd.Variable._execution_engine).__name__ == "_EngineBase"
+    assert torch.amp.GradScaler.step.__module__ == "torch.amp.grad_scaler"
+    assert not hasattr(torch.amp.GradScaler.step, "__wrapped__")

@@ -1,0 +1,73 @@
+"""Every variable: what it reads, and the sentence for what it cannot read."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradtrace_recorder.settings import SettingsError, Steps, settings_from, settings_of
+
+
+def test_no_directory_is_no_recording() -> None:
+    assert settings_from({}) is None
+    assert settings_from({"GRADTRACE_DIR": "", "GRADTRACE_DETAIL": "nonsense"}) is None
+
+
+def test_defaults_record_everything() -> None:
+    settings = settings_from({"GRADTRACE_DIR": "runs/a"})
+    assert settings is not None
+    assert (settings.detail, settings.summary, settings.device_times) == ("nodes", "full", "stages")
+    assert 10**9 in settings.steps and settings.wants_rank(7) and settings.wants_module("a.b")
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "outside"),
+    [
+        ("0:10,100:110,::50", [0, 9, 50, 100, 109, 150], [10, 99, 111]),
+        ("5", [5], [4, 6]),
+        ("3:", [3, 10**6], [2]),
+        ("1:8:3", [1, 4, 7], [0, 2, 8, 10]),
+    ],
+)
+def test_steps_are_python_slices(text: str, inside: list[int], outside: list[int]) -> None:
+    steps = settings_of("d", steps=text).steps
+    assert all(n in steps for n in inside) and not any(n in steps for n in outside)
+    assert 3 in Steps()
+
+
+def test_ranks_are_numbers_and_spans() -> None:
+    settings = settings_of("d", ranks="0,8-15")
+    assert [r for r in range(20) if settings.wants_rank(r)] == [0, *range(8, 16)]
+
+
+def test_module_globs_take_what_lies_inside_a_match() -> None:
+    settings = settings_of("d", modules="blocks.*.attn, head")
+    wanted = ["blocks.0.attn", "blocks.11.attn.proj", "head"]
+    assert all(settings.wants_module(fqn) for fqn in wanted)
+    assert not any(settings.wants_module(fqn) for fqn in ["", "blocks.0", "blocks.0.mlp", "ahead"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("DETAIL", "node", "GRADTRACE_DETAIL is 'node'; it can be steps, params, modules, nodes"),
+        ("SUMMARY", "ful", "GRADTRACE_SUMMARY is 'ful'; it can be off, norms, full"),
+        ("STEPS", "0:x", "GRADTRACE_STEPS is '0:x', of which 'x' is no whole number from 0"),
+        ("STEPS", "1:2:3:4", "GRADTRACE_STEPS is '1:2:3:4', of which '1:2:3:4' is no slice"),
+        ("STEPS", "::0", "GRADTRACE_STEPS is '::0', of which '::0' has a stride of 0"),
+        ("STEPS", "-3:", "GRADTRACE_STEPS is '-3:', of which '-3' is no whole number from 0"),
+        ("RANKS", "5-2", "GRADTRACE_RANKS is '5-2', of which '5-2' runs backwards"),
+        ("RANKS", "all", "GRADTRACE_RANKS is 'all', of which 'all' is no whole number from 0"),
+        ("STRICT", "yes", "GRADTRACE_STRICT is 'yes'; it can be 0, 1"),
+    ],
+)
+def test_value_that_cannot_be_read_is_named_with_what_it_can_be(
+    name: str, value: str, said: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        settings_from({"GRADTRACE_DIR": "d", f"GRADTRACE_{name}": value})
+    assert str(caught.value).startswith(said)
+
+
+def test_setting_that_there_is_not_is_refused() -> None:
+    with pytest.raises(TypeError, match="there is no setting 'sumary'"):
+        settings_of("d", sumary="full")

@@ -1,0 +1,30 @@
+"""Record a few lines of torch in this process, and read the rows back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradtrace_recorder
+from gradtrace_analyzer.database import connect
+from gradtrace_analyzer.run import open_run
+
+
+@contextlib.contextmanager
+def recording(directory: Path, **settings: Any) -> Iterator[None]:
+    """Record what the block does. Our own failures raise unless `strict=False`."""
+    gradtrace_recorder.start(str(directory), **{"strict": True, **settings})
+    try:
+        yield
+    finally:
+        gradtrace_recorder.stop()
+
+
+def rows(directory: Path, query: str) -> list[tuple[Any, ...]]:
+    """The answer of a query over the run's tables."""
+    run = open_run(directory)
+    assert run.notices == (), run.notices
+    with contextlib.closing(connect([run])) as connection:
+        return connection.execute(query).fetchall()
