@@ -68,6 +68,7 @@ class Session:
 
     def _open(self) -> Recording | None:
         from gradtrace_recorder import identity
+        from gradtrace_recorder.summaries.summariser import unseen
 
         try:
             if identity.is_data_worker():
@@ -77,7 +78,8 @@ class Session:
             if not self.settings.wants_rank(who.rank):
                 self.gate.shut()
                 return None
-            self._live = _Live(self.settings, who, self.problems)
+            with unseen():  # the first event may come inside the job's modes
+                self._live = _Live(self.settings, who, self.problems)
             return self._live.recording
         except Exception as error:
             self.problems.add(
