@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,10 @@ _NO_SEQUENCE_NUMBER = 2**64 - 1
 _graph_task = torch._C._current_graph_task_id
 _get_sequence_nr = torch._C._autograd._get_sequence_nr
 _get_ident = threading.get_ident
+_clock = time.monotonic_ns
+
+# Stands for the call of a Node that no module made, or whose module cannot be told.
+_NO_MODULE = Frame(NULL_INT32, "", NULL_STRING, NULL_INT32, None, True)
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -66,6 +71,11 @@ class PassWatch:
         self.failed = journal.string("failed")
         self.incoming = journal.string("grad_output")
         self.outgoing = journal.string("grad_input")
+        self.zero_ns = timeline.zero_ns
+        self.totals = timeline.totals
+        self.append = journal.append
+        self.push_running = journal.push_running
+        self.pop_running = journal.pop_running
         self.node_count = 0
         self.unattributed_count = 0
         self.indexes = itertools.count()
@@ -83,15 +93,15 @@ class PassWatch:
             self._attach_leaf(leaf, whole)
         if not whole:
             return
-        occurrences: dict[tuple[int, str], int] = {}
-        strings = recording.journal.string
+        occurrences: dict[tuple[int, int], int] = {}
+        string = recording.journal.string
         owner = recording.attribution.owner
         nodes.sort(key=lambda entry: entry[0])
         for number, node in nodes:
             frame, known = owner(number)
             if not known:
                 self.unattributed_count += 1
-            name = node.name().rsplit("::", 1)[-1]
+            name = string(node.name().rpartition("::")[2])
             key = (id(frame), name)
             occurrence = occurrences.get(key, 0)
             occurrences[key] = occurrence + 1
@@ -102,7 +112,7 @@ class PassWatch:
                     continue
             elif recording.settings.modules:
                 continue
-            hooks = NodeHooks(self, strings(name), number, frame, occurrence)
+            hooks = NodeHooks(self, name, number, frame, occurrence)
             hooks.python_defined = isinstance(node, BackwardCFunction)
             self._hook(node, hooks)
 
@@ -121,7 +131,8 @@ class PassWatch:
             for index, hooks in sorted(self.running.items()):
                 hooks.write(end, self.failed, 0, 0, NOTHING, NOTHING, NULL_BOOL)
                 self.recording.journal.pop_running(hooks.thread)
-                culprit = (index, hooks.name, hooks.root, hooks.module_fqn, hooks.call_index)
+                frame = hooks.frame
+                culprit = (index, hooks.name, frame.root, frame.fqn_number, frame.call_index)
         self.running.clear()
         return culprit
 
@@ -158,11 +169,9 @@ class NodeHooks:
     """
 
     __slots__ = (
-        "call_index",
         "frame",
         "index",
         "local",
-        "module_fqn",
         "mutable_before",
         "name",
         "number",
@@ -171,7 +180,6 @@ class NodeHooks:
         "parameter",
         "parameter_fqn",
         "python_defined",
-        "root",
         "start",
         "thread",
         "watch",
@@ -183,11 +191,8 @@ class NodeHooks:
         self.watch = watch
         self.name = name
         self.number = NULL_INT64 if number == _NO_SEQUENCE_NUMBER else number
-        self.frame = frame
+        self.frame = frame or _NO_MODULE
         self.occurrence = occurrence
-        self.root = NULL_INT32 if frame is None else frame.root
-        self.module_fqn = NULL_STRING if frame is None else frame.fqn_number
-        self.call_index = NULL_INT32 if frame is None else frame.call_index
         self.parameter: ParameterName | None = None
         self.parameter_fqn = NULL_STRING
         self.python_defined = False
@@ -195,16 +200,14 @@ class NodeHooks:
         self.local: tuple[tuple[int, ...], int, Packed] | None = None
         self.index = -1
         self.own_ns = 0
-        self.start = 0
-        self.thread = 0
 
     def set_parameter(self, named: ParameterName) -> None:
         """The Node accumulates this parameter: it is named by it, not by an interval."""
         string = self.watch.recording.journal.string
         self.parameter = named
         self.parameter_fqn = string(named.fqn)
-        self.root = named.root
-        self.module_fqn = string(named.fqn.rpartition(".")[0])
+        holder = named.fqn.rpartition(".")[0]
+        self.frame = Frame(named.root, holder, string(holder), NULL_INT32, None, True)
 
     def before(self, grad_outputs: Gradients) -> None:
         """The engine is about to run the Node."""
@@ -217,25 +220,25 @@ class NodeHooks:
                 if watch.task is not None:
                     return
                 watch.task = task
-            recording = watch.recording
-            self.index = next(watch.indexes)
-            watch.running[self.index] = self
+            self.index = index = next(watch.indexes)
+            watch.running[index] = self
             self.thread = _get_ident()
+            frame = self.frame
             if self.python_defined:
-                self.mutable_before = _all_of(recording.summariser, grad_outputs)
-            if self.frame is not None and torch.is_grad_enabled():
-                recording.attribution.mark(_get_sequence_nr(), self.frame)
-            self.start = recording.timeline.now()
-            recording.journal.push_running(
+                self.mutable_before = _all_of(watch.recording.summariser, grad_outputs)
+            if torch.is_grad_enabled() and frame.root_call is not None:
+                watch.recording.attribution.mark(_get_sequence_nr(), frame)
+            self.start = _clock() - watch.zero_ns
+            watch.push_running(
                 self.thread,
                 self.name,
-                self.module_fqn,
-                self.root,
-                self.call_index,
+                frame.fqn_number,
+                frame.root,
+                frame.call_index,
                 watch.step,
                 watch.microbatch,
                 watch.backward_index,
-                self.index,
+                index,
                 watch.phase,
                 self.parameter_fqn,
                 self.number,
@@ -253,16 +256,15 @@ class NodeHooks:
         try:
             if _graph_task() != watch.task:
                 return
-            end = watch.recording.timeline.now()
+            end = _clock() - watch.zero_ns
             del watch.running[self.index]
-            watch.recording.journal.pop_running(self.thread)
-            if self.frame is not None and torch.is_grad_enabled():
+            watch.pop_running(self.thread)
+            if torch.is_grad_enabled() and self.frame.root_call is not None:
                 watch.recording.attribution.mark(_get_sequence_nr(), None)
             # What the hook after accumulation took is ours, not the Node's.
             self._record(end - self.own_ns, grad_inputs, grad_outputs)
             self.own_ns = 0
-            timeline = watch.recording.timeline
-            timeline.totals.recorder_ns += timeline.now() - end
+            watch.totals.recorder_ns += _clock() - watch.zero_ns - end
         except Exception as error:
             watch.guard.failed(error)
 
@@ -299,8 +301,8 @@ class NodeHooks:
         mutated: int,
     ) -> None:
         """The Node's row."""
-        watch = self.watch
-        watch.recording.journal.append(
+        watch, frame = self.watch, self.frame
+        watch.append(
             NODE_EVENTS,
             watch.step,
             watch.microbatch,
@@ -308,9 +310,9 @@ class NodeHooks:
             self.index,
             self.number,
             self.name,
-            self.root,
-            self.module_fqn,
-            self.call_index,
+            frame.root,
+            frame.fqn_number,
+            frame.call_index,
             self.occurrence,
             self.parameter_fqn,
             watch.phase,

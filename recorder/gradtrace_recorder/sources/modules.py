@@ -28,7 +28,7 @@ class _Call:
     """A call that has been entered: what its exit needs to know. No module is kept, only its identity."""
 
     __slots__ = (
-        "end_ns", "frame", "inputs", "last_hook", "microbatch", "module_id", "name", "phase", "start_ns",
+        "depth", "end_ns", "frame", "inputs", "last_hook", "microbatch", "module_id", "name", "phase", "start_ns",
     )  # fmt: skip
 
     def __init__(self, module_id: int, name: ModuleName | None) -> None:
@@ -39,6 +39,7 @@ class _Call:
         self.phase = -1
         self.microbatch = 0
         self.start_ns = 0
+        self.depth = 0
         self.end_ns = 0
         self.last_hook: RemovableHandle | None = None
 
@@ -157,6 +158,8 @@ class ModuleSource:
         grad_mode = torch.is_grad_enabled()
         root_call: RootCall | None = None
         if stack:
+            around_wraps = stack[-1].name is not None and stack[-1].name.wraps
+            call.depth = stack[-1].depth + (not around_wraps)
             outer = stack[-1].frame
             root_call = outer.root_call if outer is not None else None
         else:
@@ -216,7 +219,7 @@ class ModuleSource:
                 call.phase,
                 frame.call_index,
                 recording.journal.string(name.class_name),
-                sum(c.name is not None and not c.name.wraps for c in stack),
+                call.depth,
                 call.start_ns,
                 end,
                 self._with_kwargs(recording, call.inputs, kwargs),
@@ -274,7 +277,7 @@ class ModuleSource:
     def _with_kwargs(
         self, recording: Recording, inputs: Packed | None, kwargs: dict[str, Any]
     ) -> Packed | None:
-        if not kwargs or not named_tensors(kwargs):
+        if not kwargs or recording.summariser.off or not named_tensors(kwargs):
             return inputs
         return combined([inputs, recording.summariser.of_all(kwargs)])
 

@@ -82,6 +82,8 @@ class Summariser:
 
     def of_all(self, values: Any) -> Packed | None:
         """One summary for all tensors in nested arguments or results of a call."""
+        if self.off:
+            return None
         tensors = [tensor for _, tensor in named_tensors(values)]
         return combined([self.of(tensor) for tensor in tensors]) if tensors else None
 
