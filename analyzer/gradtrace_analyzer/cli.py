@@ -38,11 +38,22 @@ class Analyzer(click.Group):
         command: click.Command = getattr(module, cmd_name)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """The command's result, its answer all written."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:
+            # The reader has seen enough (`| head`). What is still buffered must not fail at exit,
+            # and click would leave with 1, which says different.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(_PIPE_CLOSED)
+
     def main(self, *args: Any, **extra: Any) -> NoReturn:
         """Run, and leave with the exit code. Bugs of ours keep their traceback."""
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
-            sys.stdout.flush()
         except GradtraceError as error:
             click.echo(f"analyzer: {error}", err=True)
             sys.exit(error.exit_code)
@@ -51,10 +62,6 @@ class Analyzer(click.Group):
             sys.exit(_CANNOT_TELL)
         except (click.Abort, KeyboardInterrupt):
             sys.exit(_INTERRUPTED)
-        except BrokenPipeError:
-            # The reader has seen enough (`| head`). What is still buffered must not fail at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(_PIPE_CLOSED)
         sys.exit(code if isinstance(code, int) else 0)
 
 

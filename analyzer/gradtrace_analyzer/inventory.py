@@ -53,7 +53,7 @@ def inventory(run: Run) -> Inventory:
     """Everything that `analyzer info` says of a run. Reads the footers of its parts and its `steps`."""
     with connect([run]) as connection:
         sizes = tuple(_size(connection, run, table.name) for table in JOURNAL_TABLES)
-        first, last, count = _steps(connection, sizes)
+        first, last, count = _steps(connection, run, sizes)
         recorder_ns, step_ns = _row(
             connection, "SELECT sum(recorder_ns), sum(end_ns - start_ns) FROM steps"
         )
@@ -93,11 +93,14 @@ def _size(connection: duckdb.DuckDBPyConnection, run: Run, table: str) -> TableS
 
 
 def _steps(
-    connection: duckdb.DuckDBPyConnection, sizes: tuple[TableSize, ...]
+    connection: duckdb.DuckDBPyConnection, run: Run, sizes: tuple[TableSize, ...]
 ) -> tuple[int | None, int | None, int]:
-    """(first, last, count). `steps` has closed steps only: where it is empty, all tables are asked."""
+    """(first, last, count).
+
+    `steps` has no row of a step that a rank was killed in: where that may be, all tables are asked.
+    """
     tables = [size.table for size in sizes if size.rows]
-    asked = ["steps"] if "steps" in tables else tables
+    asked = ["steps"] if "steps" in tables and not run.incomplete_ranks else tables
     if not asked:
         return None, None, 0
     union = " UNION ".join(f"SELECT DISTINCT step FROM {table}" for table in asked)

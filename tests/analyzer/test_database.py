@@ -24,7 +24,7 @@ def test_every_table_has_a_view_with_the_catalogues_columns(tmp_path: Path) -> N
 
 def test_empty_view_has_the_types_of_a_full_one(tmp_path: Path) -> None:
     empty = connect([open_run(build_run(tmp_path / "empty"))])
-    rows = {t.name: [{}] for t in ALL_TABLES if t.journalled}
+    rows: dict[str, list[dict[str, object]]] = {t.name: [{}] for t in ALL_TABLES if t.journalled}
     full = connect([open_run(build_run(tmp_path / "full", rows))])
     for table in ALL_TABLES:
         describe = f"SELECT column_name, column_type FROM (DESCRIBE {table.name})"

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from click.testing import CliRunner, Result
 
@@ -17,7 +18,7 @@ def info(*arguments: object) -> Result:
     return result
 
 
-def info_json(*paths: Path) -> list[dict[str, object]]:
+def info_json(*paths: Path) -> list[Any]:
     runs = json.loads(info("--format", "json", *paths).stdout)["runs"]
     assert isinstance(runs, list)
     return runs
@@ -35,13 +36,13 @@ def test_whole_run_is_told_in_a_few_lines(tmp_path: Path) -> None:
     lines = info(path).stdout.splitlines()
     assert lines[:8] == [
         f"a  (attempt 0, {path})",
-        "  versions     torch 2.13.0, python 3.11.7, gradtrace 0.1.0",
-        "  hosts        host0",
-        "  device       cpu",
-        "  ranks        0-1 of 2",
-        "  steps        0-2 (3 steps)",
-        "  recorded     detail nodes, summary full",
-        "  recorder took1.50% of the steps' time",
+        "  versions      torch 2.13.0, python 3.11.7, gradtrace 0.1.0",
+        "  hosts         host0",
+        "  device        cpu",
+        "  ranks         0-1 of 2",
+        "  steps         0-2 (3 steps)",
+        "  recorded      detail nodes, summary full",
+        "  recorder took 1.50% of the steps' time",
     ]
     tables = [line.split() for line in lines[-2:]]
     assert tables[0][:3] == ["steps", "6", "2"]
@@ -63,7 +64,7 @@ def test_json_holds_everything(tmp_path: Path) -> None:
     assert held["versions"] == {"gradtrace": ["0.1.0"], "python": ["3.11.7"], "torch": ["2.13.0"]}
     assert held["notices"] == [f"{path} lacks rank 3 of 4"]
     assert held["recorder_share"] is None
-    [table] = held["tables"]  # type: ignore[misc]
+    [table] = held["tables"]
     assert table["table"] == "steps" and table["rows"] == 1 and table["parts"] == 1
     assert table["bytes"] == sum(p.stat().st_size for p in path.glob("steps/*/*.parquet"))
 
@@ -71,9 +72,9 @@ def test_json_holds_everything(tmp_path: Path) -> None:
 def test_dropped_unsummarised_and_problems_are_told(tmp_path: Path) -> None:
     facts = {"dropped": {"node_events": 3}, "unsummarised": {"fake": 2}, "problems": ["disk full"]}
     text = info(build_run(tmp_path / "a", rank_facts=facts)).stdout
-    assert "  dropped      3 node_events\n" in text
-    assert "  unsummarised 2 fake\n" in text
-    assert "  problem      rank 0: disk full\n" in text
+    assert "  dropped       3 node_events\n" in text
+    assert "  unsummarised  2 fake\n" in text
+    assert "  problem       rank 0: disk full\n" in text
 
 
 def test_missing_and_unclosed_ranks_are_told(tmp_path: Path) -> None:
@@ -90,9 +91,17 @@ def test_rows_of_a_journal_are_counted_and_drops_of_a_killed_rank_are_told(tmp_p
     [held] = info_json(path)
     assert held["dropped"] == {"journal full, rank killed": 7}
     assert held["steps"] == {"first": 5, "last": 6, "count": 2}
-    [table] = held["tables"]  # type: ignore[misc]
+    [table] = held["tables"]
     assert (table["rows"], table["journal_rows"], table["parts"]) == (2, 1, 1)
-    assert "2 (1 in journals)" in info(path).stdout
+    lines = [line.split() for line in info(path).stdout.splitlines()]
+    assert lines[-3][-3:] == ["rows", "in", "journals"]
+    assert (lines[-1][:3], lines[-1][-1]) == (["inputs", "2", "1"], "1")
+
+
+def test_step_that_a_rank_was_killed_in_is_counted(tmp_path: Path) -> None:
+    rows = {"steps": [{"step": 0}, {"step": 1}], "node_events": [{"step": 1}, {"step": 2}]}
+    [killed] = info_json(build_run(tmp_path / "a", rows, unclosed=(0,)))
+    assert killed["steps"] == {"first": 0, "last": 2, "count": 3}
 
 
 def test_part_cut_in_half_is_told_and_not_counted(tmp_path: Path) -> None:

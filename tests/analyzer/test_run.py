@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -155,6 +156,7 @@ def test_journal_left_behind_is_read_after_what_was_drained(tmp_path: Path) -> N
 def test_row_in_a_part_and_in_the_journal_appears_once(tmp_path: Path) -> None:
     """Killed after the part was renamed, before the journal said so: records 1 to 3 lie in both."""
     path = build_run(tmp_path / "a", unclosed=(0,))
+    rows: list[tuple[str, dict[str, Any]]]
     rows = [("steps", {"step": 0}), ("inputs", {"name": "x"}), ("steps", {"step": 1})]
     write_journal(path, [*rows, ("steps", {"step": 2}), ("inputs", {"name": "y"})], drained=0)
     add_part(path, "steps", [{"step": 0}, {"step": 1}], last_record=3)

@@ -111,7 +111,7 @@ def test_what_only_reads_is_answered(run: Path, query: str) -> None:
         ("WITH x AS (DELETE FROM copied_rows.ranks_0 RETURNING *) SELECT * FROM x", "refused"),
         ("SELECT 1; SELECT 2", "2 statements"),
         ("", "empty"),
-        ("-- nothing", "empty"),
+        ("/* nothing */ ;", "empty"),
     ],
 )
 def test_what_does_more_than_read_is_refused_in_one_sentence(

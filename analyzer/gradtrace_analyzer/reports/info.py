@@ -20,26 +20,25 @@ def info_lines(name: str, held: Inventory) -> Iterator[str]:
     yield f"{name}  (attempt {run.attempt}{of_attempts}, {run.path})"
     for label, text in _facts(held):
         if text:
-            yield f"  {label:<13}{text}"
+            yield f"  {label:<14}{text}"
     for problem in held.problems[:_MOST_PROBLEMS]:
-        yield f"  {'problem':<13}{problem}"
+        yield f"  {'problem':<14}{problem}"
     if len(held.problems) > _MOST_PROBLEMS:
-        yield f"  {'':<13}and {len(held.problems) - _MOST_PROBLEMS} more (--format json)"
+        yield f"  {'':<14}and {len(held.problems) - _MOST_PROBLEMS} more (--format json)"
     if not held.tables:
         yield "  no rows were recorded"
         return
     yield ""
+    columns = ["table", "rows", "parts", "size"]
     rows = [
-        (
-            size.table,
-            f"{size.rows:,}"
-            + (f" ({size.journal_rows:,} in journals)" if size.journal_rows else ""),
-            f"{size.part_count:,}",
-            bytes_text(size.size_bytes),
-        )
+        [size.table, f"{size.rows:,}", f"{size.part_count:,}", bytes_text(size.size_bytes)]
         for size in held.tables
     ]
-    for line in table_lines(("table", "rows", "parts", "size"), rows):
+    if any(size.journal_rows for size in held.tables):
+        columns.append("rows in journals")
+        for row, size in zip(rows, held.tables, strict=True):
+            row.append(f"{size.journal_rows:,}")
+    for line in table_lines(columns, rows, right=columns[1:]):
         yield f"  {line}"
 
 

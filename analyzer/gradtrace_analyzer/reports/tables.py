@@ -12,7 +12,7 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 Format = Literal["table", "json", "csv"]
@@ -29,22 +29,32 @@ def rendered(format: Format, columns: Sequence[str], rows: Iterable[Row]) -> Ite
 
 
 def table_lines(
-    columns: Sequence[str], rows: Iterable[Row], *, widest: int = _WIDEST_CELL
+    columns: Sequence[str],
+    rows: Iterable[Row],
+    *,
+    widest: int = _WIDEST_CELL,
+    right: Collection[str] = (),
 ) -> Iterator[str]:
-    """A header, a rule and a line per row; numbers lie to the right, null is written `null`."""
+    """A header, a rule and a line per row; null is written `null`.
+
+    Numbers lie to the right, and so do the columns named in `right`, whose numbers are texts already.
+    """
     kept = [tuple(row) for row in rows]
     cells = [[shortened(cell_text(value), widest) for value in row] for row in kept]
     heads = [shortened(_printable(name), widest) for name in columns]
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    is_number = [
-        any(value is not None for value in values) and all(map(_lies_right, values))
-        for values in (zip(*kept, strict=True) if kept else [() for _ in columns])
+    lies_right = [
+        name in right
+        or (any(value is not None for value in values) and all(map(_is_number, values)))
+        for name, values in zip(
+            columns, zip(*kept, strict=True) if kept else [() for _ in columns], strict=True
+        )
     ]
 
     def line(texts: Sequence[str]) -> str:
         placed = (
-            text.rjust(width) if right else text.ljust(width)
-            for text, width, right in zip(texts, widths, is_number, strict=True)
+            text.rjust(width) if is_right else text.ljust(width)
+            for text, width, is_right in zip(texts, widths, lies_right, strict=True)
         )
         return "  ".join(placed).rstrip()
 
@@ -119,7 +129,7 @@ def bytes_text(count: int) -> str:
     return f"{size:.3g} TB"
 
 
-def _lies_right(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
