@@ -253,7 +253,7 @@ def test_models_are_copied_saved_and_loaded_as_without_us(tmp_path: Path) -> Non
         train(twin, 1)
         train(again, 1)
     for parameter in net.parameters():
-        assert not parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        assert not parameter._post_accumulate_grad_hooks
         assert not parameter._backward_hooks
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
     assert rows(tmp_path / "run", "SELECT DISTINCT root FROM module_calls ORDER BY 1"
@@ -262,11 +262,20 @@ def test_models_are_copied_saved_and_loaded_as_without_us(tmp_path: Path) -> Non
 
 def test_hooks_of_the_job_keep_their_order_and_their_effect(tmp_path: Path) -> None:
     def job() -> tuple[list[str], list[torch.Tensor]]:
-        net, log = small(), list[str]()
-        net[0].weight.register_hook(lambda g: log.append("tensor") or 2 * g)
-        net[0].weight.register_post_accumulate_grad_hook(lambda p: log.append("accumulated"))
-        net[2].register_forward_hook(lambda m, i, o: log.append("forward") or 3 * o)
-        net[2].register_full_backward_hook(lambda m, gi, go: log.append("backward"))
+        net: Any = small()
+        log: list[str] = []
+
+        def logged(what: str, factor: float | None) -> Any:
+            def hook(*args: Any) -> Any:
+                log.append(what)
+                return None if factor is None else factor * args[-1]
+
+            return hook
+
+        net[0].weight.register_hook(logged("tensor", 2.0))
+        net[0].weight.register_post_accumulate_grad_hook(logged("accumulated", None))
+        net[2].register_forward_hook(logged("forward", 3.0))
+        net[2].register_full_backward_hook(logged("backward", None))
         net(torch.ones(5, 3)).sum().backward()
         return log, [p.grad.clone() for p in net.parameters() if p.grad is not None]
 
@@ -280,7 +289,7 @@ def test_hooks_of_the_job_keep_their_order_and_their_effect(tmp_path: Path) -> N
 def test_modes_of_the_job_see_none_of_our_operations(tmp_path: Path) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Counts(TorchDispatchMode):
+    class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __init__(self) -> None:
             super().__init__()
             self.seen: list[str] = []
@@ -295,7 +304,7 @@ def test_modes_of_the_job_see_none_of_our_operations(tmp_path: Path) -> None:
         net, x = small(), torch.randn(5, 3)
         with Counts() as counts:
             net(x).square().mean().backward()
-        return counts.seen
+        return list(counts.seen)
 
     bare = job()
     with recording(tmp_path / "run"):
@@ -305,7 +314,7 @@ def test_modes_of_the_job_see_none_of_our_operations(tmp_path: Path) -> None:
 
 def test_functorch_and_compiled_code_run_as_without_us(tmp_path: Path) -> None:
     net = small()
-    parameters = dict(net.named_parameters())
+    parameters: dict[str, torch.Tensor] = dict(net.named_parameters())
 
     def loss(values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.func.functional_call(net, values, (x,)).square().mean()

@@ -53,7 +53,7 @@ def test_training_is_equal_bit_for_bit(
 def same(a: Any, b: Any) -> bool:
     """Equal in every bit, tensors by their bytes."""
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
+        return bool(a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes())
     if isinstance(a, dict):
         return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):

@@ -93,7 +93,8 @@ class Lists(Gained):
         self.drop = nn.Dropout(dropout)
         self.twice = nn.Linear(8, 8)
         self.decode = nn.Linear(8, 8, bias=False)
-        self.decode.weight = self.layers[1].weight
+        tied: Any = self.layers[1]
+        self.decode.weight = tied.weight
         self.head = nn.Linear(8, 10)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -185,7 +185,9 @@ def main() -> None:
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
-        time.sleep(0.1)  # torch 2.13: a gloo thread that lets go of its last work during Python's end aborts
+        time.sleep(
+            0.1
+        )  # torch 2.13: a gloo thread that lets go of its last work during Python's end aborts
 
 
 if __name__ == "__main__":
