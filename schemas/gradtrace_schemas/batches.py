@@ -74,12 +74,12 @@ def write_part(path: Path, table: Table, rows: pa.Table, last_record: int) -> No
     }
     temporary = path.with_suffix(".writing")
     try:
-        pq.write_table(
-            rows.replace_schema_metadata(metadata),
+        # Not `write_table`: without a stored Arrow schema it writes no metadata of ours either.
+        with pq.ParquetWriter(
             temporary,
+            rows.schema,
             compression="zstd",
             compression_level=ZSTD_LEVEL,
-            row_group_size=ROW_GROUP_ROWS,
             data_page_version="1.0",
             store_schema=False,
             use_dictionary=[name for name, how in names.items() if how == "dictionary"],
@@ -88,7 +88,9 @@ def write_part(path: Path, table: Table, rows: pa.Table, last_record: int) -> No
                 for name, how in names.items()
                 if how == "delta" and name in rows.column_names
             },
-        )
+        ) as writer:
+            writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
+            writer.add_key_value_metadata(metadata)
         temporary.rename(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -289,9 +289,9 @@ def test_hooks_of_the_job_keep_their_order_and_their_effect(tmp_path: Path) -> N
 def test_modes_of_the_job_see_none_of_our_operations(tmp_path: Path) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Counts(TorchDispatchMode):
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]
             self.seen: list[str] = []
 
         def __torch_dispatch__(
