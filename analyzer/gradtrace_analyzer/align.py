@@ -7,7 +7,7 @@ link table; Python sees only the rows of one step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,14 +91,22 @@ class Difference:
 class Alignment:
     """The pairs of two runs on one connection, which must hold the schemas `baseline` and `candidate`."""
 
-    def __init__(self, connection: duckdb.DuckDBPyConnection, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        connection: duckdb.DuckDBPyConnection,
+        ranks: Sequence[int],
+        unread: Collection[tuple[str, int]] = (),
+    ) -> None:
+        """`unread` are the (table, rank) of which one side has lost rows: they are left out."""
         self._connection = connection
-        self._tables: list[LinkTable] = []
-        self._ranks = ", ".join(map(str, ranks)) or "NULL"
-        connection.execute(_SEEN.format(ranks=self._ranks))
+        self._unread = {
+            table.table: ", ".join(str(rank) for name, rank in unread if name == table.table)
+            for table in LINK_TABLES
+        }
+        connection.execute(_SEEN.format(ranks=", ".join(map(str, ranks)) or "NULL"))
         connection.execute(_SUSPECTS.format(equal=_digests_agree()))
         for table in LINK_TABLES:
-            connection.execute(_differing(table))
+            connection.execute(_differing(table, self._unread[table.table]))
 
     def steps(self) -> dict[str, list[int]]:
         """Steps by where they were seen: `both`, `baseline`, `candidate` alone."""
@@ -116,8 +124,10 @@ class Alignment:
         """Rows of the baseline that had a step on the other side, by table."""
         counts = {}
         for table in LINK_TABLES:
+            unread = self._unread[table.table]
             counts[table.table] = self._number(
                 f"SELECT count(*) FROM baseline.{table.table} SEMI JOIN common USING (rank, step)"
+                + (f" WHERE rank NOT IN ({unread})" if unread else "")
             )
         return counts
 
@@ -268,8 +278,11 @@ def _digests_agree() -> str:
     return f"({some}) AND {same}"
 
 
-def _differing(table: LinkTable) -> str:
-    """The statement that makes `differing_<table>`: pairs that differ, and rows without a partner."""
+def _differing(table: LinkTable, unread: str) -> str:
+    """The statement that makes `differing_<table>`: pairs that differ, and rows without a partner.
+
+    `unread` are the ranks to leave out, as a SQL list without brackets.
+    """
     name = table.table
     limit = "common" if table.values else "suspects"
     key = ", ".join(table.key)
@@ -280,6 +293,7 @@ def _differing(table: LinkTable) -> str:
             f"ORDER BY t.record_index) AS nth FROM {schema}.{name} t "
             f"SEMI JOIN {limit} USING (rank, step) JOIN step_start s "
             f"ON s.side = '{schema}' AND s.rank = t.rank AND s.step = t.step"
+            + (f" WHERE t.rank NOT IN ({unread})" if unread else "")
         )
 
     on = " AND ".join(f"b.{k} IS NOT DISTINCT FROM c.{k}" for k in table.key)

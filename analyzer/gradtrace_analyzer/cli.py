@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 import click
+import duckdb
 
 from gradtrace_analyzer import commands
 from gradtrace_analyzer.errors import GradtraceError
@@ -57,6 +58,11 @@ class Analyzer(click.Group):
         except GradtraceError as error:
             click.echo(f"analyzer: {error}", err=True)
             sys.exit(error.exit_code)
+        except (duckdb.IOException, duckdb.InvalidInputException) as error:
+            # A part whose ends are whole but whose middle is not; DuckDB names it.
+            said = str(error).splitlines()[0]
+            click.echo(f"analyzer: the recording could not be read: {said}", err=True)
+            sys.exit(_CANNOT_TELL)
         except click.ClickException as error:
             error.show()
             sys.exit(_CANNOT_TELL)

@@ -10,6 +10,7 @@ import duckdb
 from gradtrace_analyzer.align import Alignment, Difference
 from gradtrace_analyzer.database import connect_pair
 from gradtrace_analyzer.diff import Answer, Cover, Origin, firsts, split_by_inheritance
+from gradtrace_analyzer.links import LINK_TABLES
 from gradtrace_analyzer.run import Run, ranks_phrase, spans
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
@@ -36,9 +37,12 @@ def _compared(
     ranks: Sequence[int],
     exact: bool,
 ) -> Answer:
-    alignment = Alignment(connection, ranks)
+    unread = {side: _unread(connection, side, run) for side, run in runs.items()}
+    alignment = Alignment(
+        connection, ranks, [place for places in unread.values() for place in places]
+    )
     steps = alignment.steps()
-    cover = _cover(runs, ranks, steps, alignment.compared())
+    cover = _cover(runs, ranks, steps, alignment.compared(), unread)
     configuration = _configuration(runs)
     lone = [*_lone_ranks(cover), *alignment.lone_names()]
 
@@ -146,6 +150,10 @@ def _not_whole(cover: Cover) -> str:
         f"the {side} lacks {ranks_phrase(missing)}"
         for side, missing in cover.missing_ranks.items()
         if missing
+    ] + [
+        f"the {side} has lost rows of {table} of rank {rank}"
+        for side, places in cover.unread.items()
+        for table, rank in places
     ]
     return f"{' and '.join(lacking)}, of which nothing can be said"
 
@@ -155,6 +163,7 @@ def _cover(
     ranks: Sequence[int],
     steps: Mapping[str, Sequence[int]],
     rows: Mapping[str, int],
+    unread: Mapping[str, Sequence[tuple[str, int]]],
 ) -> Cover:
     everywhere = {r for run in runs.values() for r in (*run.ranks, *run.missing_ranks)}
     worlds = {run.world_size for run in runs.values()}
@@ -181,7 +190,24 @@ def _cover(
         dropped={side: _counts(run, "dropped") for side, run in runs.items()},
         unsummarised={side: _counts(run, "unsummarised") for side, run in runs.items()},
         filters={side: _filters(run) for side, run in runs.items()},
+        unread={side: tuple(places) for side, places in unread.items()},
     )
+
+
+def _unread(connection: duckdb.DuckDBPyConnection, side: str, run: Run) -> list[tuple[str, int]]:
+    """(table, rank) of which rows that were recorded are not there any more: lost or damaged parts."""
+    found = {(d.part.table, d.part.rank) for d in run.damaged}
+    for table in LINK_TABLES:
+        counts = dict(
+            connection.execute(
+                f"SELECT rank, count(*) FROM {side}.{table.table} GROUP BY rank"
+            ).fetchall()
+        )
+        for rank, info in run.ranks.items():
+            recorded = (info.facts.get("recorded") or {}).get(table.table, 0)
+            if info.is_complete and counts.get(rank, 0) < recorded:
+                found.add((table.table, rank))
+    return sorted(found)
 
 
 def _common_rank_filter(runs: Mapping[str, Run]) -> bool:

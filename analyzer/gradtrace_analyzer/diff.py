@@ -71,11 +71,12 @@ class Cover:
     dropped: Mapping[str, Mapping[str, int]]
     unsummarised: Mapping[str, Mapping[str, int]]
     filters: Mapping[str, Mapping[str, Any]]
+    unread: Mapping[str, tuple[tuple[str, int], ...]]
 
     @property
     def is_whole(self) -> bool:
-        """Whether both sides recorded the same ranks."""
-        return not any(self.missing_ranks.values())
+        """Whether both sides recorded the same ranks, and nothing of it is lost."""
+        return not any(self.missing_ranks.values()) and not any(self.unread.values())
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ class Run:
     parts: Mapping[str, Mapping[int, tuple[Part, ...]]]
     leftovers: Mapping[str, Mapping[int, pa.Table]]
     journals: Mapping[int, Contents]
+    damaged: tuple[DamagedPart, ...] = ()
     notices: tuple[str, ...] = ()
 
     @property
@@ -111,7 +112,8 @@ def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
         journals=contents,
     )
     damage = [d for d in damaged if d.part.attempt == chosen]
-    return replace(run, notices=tuple(_notices(run, recorded, damage, journals)))
+    notices = tuple(_notices(run, recorded, damage, journals))
+    return replace(run, damaged=tuple(damage), notices=notices)
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -30,8 +30,8 @@ def explanation(answer: Answer) -> str:
     cover = answer.cover
     if answer.verdict == "incomparable":
         said = f"Cannot tell: {answer.reason}."
-        if cover.ranks and cover.steps and any(cover.missing_ranks.values()):
-            said += f" What both recorded is identical ({_extent(cover)})."
+        if cover.ranks and cover.steps and not cover.is_whole:
+            said += f" What can be compared is identical ({_extent(cover)})."
         return said
     if answer.verdict == "identical":
         return (
@@ -313,6 +313,8 @@ def _caveats(cover: Cover) -> Iterator[str]:
         missing = cover.missing_ranks[side]
         if missing:
             yield f"Not compared: the {side} lacks {ranks_phrase(missing)}."
+        for table, rank in cover.unread[side]:
+            yield f"Not compared: the {side} has lost rows of {table} of rank {rank}."
         if cover.missing_steps[side]:
             yield f"Not compared: the {side} lacks steps {spans(cover.missing_steps[side])}."
         if cover.incomplete_ranks[side]:
@@ -374,5 +376,6 @@ def _cover_object(cover: Cover) -> dict[str, Any]:
         "incomplete_ranks": {s: list(r) for s, r in cover.incomplete_ranks.items()},
         "dropped": {s: dict(r) for s, r in cover.dropped.items()},
         "unsummarised": {s: dict(r) for s, r in cover.unsummarised.items()},
+        "unread": {s: [{"table": t, "rank": r} for t, r in p] for s, p in cover.unread.items()},
         "filters": {s: dict(r) for s, r in cover.filters.items()},
     }

@@ -1,0 +1,143 @@
+"""However a job dies, what it recorded is in the answer: every record, once, and the Node that was running."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradtrace_analyzer.database import connect
+from gradtrace_analyzer.run import open_run
+from gradtrace_schemas import ALL_TABLES
+from gradtrace_schemas.journal import text_of
+
+LOOP = """
+import sys, torch
+sys.path.insert(0, {jobs!r})
+from gradtrace_recorder import journal
+journal.HALF_RECORDS = 512          # drains all the time, so that kills hit a drain too
+journal.JournalWriter.__init__.__kwdefaults__["half_records"] = 512
+from models import MODELS
+torch.set_num_threads(1)
+net = MODELS["lists"](0.1)
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(100000):
+    opt.zero_grad()
+    net(torch.randn(4, 6)).sum().backward()
+    opt.step()
+    if step == 3:
+        print("running", flush=True)
+"""
+JOBS = str(Path(__file__).resolve().parents[1] / "support" / "jobs")
+
+
+def started(directory: Path, source: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"GRADTRACE_DIR": str(directory), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", source], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "running\n"
+    return process
+
+
+def numbers_of(directory: Path) -> list[int]:
+    """The numbers of all rows of all tables."""
+    run = open_run(directory)
+    union = " UNION ALL ".join(
+        f"SELECT record_index FROM {t.name}" for t in ALL_TABLES if t.journalled
+    )
+    with connect([run]) as connection:
+        return sorted(n for (n,) in connection.execute(union).fetchall())
+
+
+@pytest.mark.parametrize(
+    "kills", [pytest.param(6, id="6"), pytest.param(40, id="40", marks=pytest.mark.slow)]
+)
+def test_kill_at_a_random_moment_loses_no_record_and_invents_none(
+    kills: int, tmp_path: Path
+) -> None:
+    draw = random.Random(kills)
+    for turn in range(kills):
+        directory = tmp_path / str(turn)
+        process = started(directory, LOOP.format(jobs=JOBS))
+        time.sleep(draw.uniform(0, 0.4))
+        process.send_signal(draw.choice([signal.SIGKILL, signal.SIGTERM]))
+        process.wait(30)
+        assert process.stdout is not None
+        process.stdout.close()
+        found = numbers_of(directory)
+        assert found == list(range(1, len(found) + 1)), "a record was lost, or is there twice"
+        assert len(found) > 100
+
+
+HANGS = """
+import os, time, torch
+class Stuck(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.view_as(x)
+    @staticmethod
+    def backward(ctx, g):
+        print("running", flush=True)
+        time.sleep(600)
+class Holds(torch.nn.Module):
+    def forward(self, x): return Stuck.apply(x)
+net = torch.nn.Sequential(torch.nn.Linear(3, 3), Holds())
+net(torch.ones(2, 3)).sum().backward()
+"""
+
+
+def test_node_that_was_running_is_named_live_and_after_the_kill(tmp_path: Path) -> None:
+    process = started(tmp_path / "run", HANGS)
+    try:
+        live = running_node(tmp_path / "run")
+    finally:
+        process.kill()
+        process.wait(30)
+        assert process.stdout is not None
+        process.stdout.close()
+    assert live == running_node(tmp_path / "run") == ("StuckBackward", "1")
+    run = open_run(tmp_path / "run")
+    assert run.incomplete_ranks == (0,) and any("rank 0" in notice for notice in run.notices)
+
+
+def running_node(directory: Path) -> tuple[str | None, str | None]:
+    contents = open_run(directory).journals[0]
+    threads = contents.running[contents.running["depth"] > 0]
+    assert len(threads) == 1
+    entry = threads[0]["entries"][threads[0]["depth"] - 1]
+    return (
+        text_of(contents.strings, int(entry["node_name"])),
+        text_of(contents.strings, int(entry["module_fqn"])),
+    )
+
+
+FULL = """
+import sys, torch
+net = torch.nn.Linear(64, 64)
+for step in range(3):
+    net(torch.ones(2, 64)).sum().backward()
+print("running", flush=True)
+"""
+
+
+def test_disk_that_is_full_at_the_start_is_one_line_and_the_job_goes_on(tmp_path: Path) -> None:
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)])
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system needs privileges that are not here")
+    try:
+        environment = os.environ | {"GRADTRACE_DIR": str(place / "run")}
+        done = subprocess.run(
+            [sys.executable, "-c", FULL], env=environment, capture_output=True, text=True
+        )
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+    assert (done.returncode, done.stdout) == (0, "running\n")
+    assert done.stderr.count("\n") == 1 and "No space left on device" in done.stderr
