@@ -20,7 +20,7 @@ class Reductions:
         self._waiting: set[int] = set()
 
     def forward_begins(self, module: nn.Module) -> None:
-        """A root is called in grad mode. Remembers the parameters' identities, and no tensor."""
+        """A wrapper is called in grad mode. Remembers the parameters' identities, and no tensor."""
         from torch.nn.parallel import DistributedDataParallel
 
         if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:

@@ -174,6 +174,8 @@ class ModuleSource:
         call.frame = Frame(name.root, name.fqn, name.fqn_number, index, root_call, name.wanted)
         if grad_mode:
             recording.attribution.mark(_get_sequence_nr(), call.frame)
+        if name.wraps and grad_mode and recording.settings.records_state:
+            self._reductions.forward_begins(module)
         if not stack and timeline.engine_depth == 0:
             self._record_inputs(recording, module, name, index, args)
         if self._is_row(recording, name):
@@ -256,7 +258,6 @@ class ModuleSource:
             if self._parameters_at.get(name.root) != timeline.step:
                 self._parameters_at[name.root] = timeline.step
                 record_parameters_before(recording, name.root)
-            self._reductions.forward_begins(module)
         return root_call
 
     def _record_inputs(
