@@ -14,10 +14,8 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable, link_of
-from gradtrace_analyzer.tolerance import tolerance, tolerance_sql
-from gradtrace_schemas.steps import DIGEST_LINKS
-
-_STATISTICS = ("numel", "dtype", "norm", "abs_max", "sum", "nan_count", "inf_count", "sketch")
+from gradtrace_analyzer.pairing import SEEN, STATISTICS, SUSPECTS, differing, digests_agree
+from gradtrace_analyzer.tolerance import tolerance
 
 # Rows of one step that are looked at one by one. Far more than any origin needs.
 MOST_DIFFERENCES = 200_000
@@ -103,10 +101,10 @@ class Alignment:
             table.table: ", ".join(str(rank) for name, rank in unread if name == table.table)
             for table in LINK_TABLES
         }
-        connection.execute(_SEEN.format(ranks=", ".join(map(str, ranks)) or "NULL"))
-        connection.execute(_SUSPECTS.format(equal=_digests_agree()))
+        connection.execute(SEEN.format(ranks=", ".join(map(str, ranks)) or "NULL"))
+        connection.execute(SUSPECTS.format(equal=digests_agree()))
         for table in LINK_TABLES:
-            connection.execute(_differing(table, self._unread[table.table]))
+            connection.execute(differing(table, self._unread[table.table]))
 
     def steps(self) -> dict[str, list[int]]:
         """Steps by where they were seen: `both`, `baseline`, `candidate` alone."""
@@ -239,141 +237,11 @@ class Alignment:
         return row[0] if row else None
 
 
-_SEEN = """
-CREATE TEMP TABLE step_start AS
-SELECT side, rank, step, min(record_index) AS first FROM (
-    SELECT 'baseline' AS side, rank, step, record_index FROM baseline.parameters
-    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.inputs
-    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.backward_passes
-    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.module_calls
-    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.node_events
-    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.steps
-    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.parameters
-    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.inputs
-    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.backward_passes
-    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.module_calls
-    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.node_events
-    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.steps
-) WHERE rank IN ({ranks}) GROUP BY ALL;
-CREATE TEMP TABLE seen AS SELECT side, rank, step FROM step_start;
-CREATE TEMP TABLE common AS
-SELECT rank, step FROM seen WHERE side = 'baseline'
-INTERSECT SELECT rank, step FROM seen WHERE side = 'candidate';
-"""
-
-# Steps of a rank whose digests do not prove them equal. Losses and groups are in no digest: they are few.
-_SUSPECTS = """
-CREATE TEMP TABLE suspects AS
-SELECT rank, step FROM common ANTI JOIN (
-    SELECT rank, step FROM baseline.steps b JOIN candidate.steps c USING (rank, step) WHERE {equal}
-) equal USING (rank, step)
-"""
-
-
-def _digests_agree() -> str:
-    columns = [f"digest_{link}" for link in DIGEST_LINKS]
-    some = " OR ".join(f"b.{name} IS NOT NULL" for name in columns)
-    # A link without rows has no digest on either side.
-    same = " AND ".join(f"b.{name} IS NOT DISTINCT FROM c.{name}" for name in columns)
-    return f"({some}) AND {same}"
-
-
-def _differing(table: LinkTable, unread: str) -> str:
-    """The statement that makes `differing_<table>`: pairs that differ, and rows without a partner.
-
-    `unread` are the ranks to leave out, as a SQL list without brackets.
-    """
-    name = table.table
-    limit = "common" if table.values else "suspects"
-    key = ", ".join(table.key)
-
-    def side(schema: str) -> str:
-        return (
-            f"SELECT t.*, s.first, row_number() OVER (PARTITION BY t.rank, t.step, {key} "
-            f"ORDER BY t.record_index) AS nth FROM {schema}.{name} t "
-            f"SEMI JOIN {limit} USING (rank, step) JOIN step_start s "
-            f"ON s.side = '{schema}' AND s.rank = t.rank AND s.step = t.step"
-            + (f" WHERE t.rank NOT IN ({unread})" if unread else "")
-        )
-
-    on = " AND ".join(f"b.{k} IS NOT DISTINCT FROM c.{k}" for k in table.key)
-    columns = [
-        "coalesce(b.rank, c.rank) AS rank",
-        "coalesce(b.step, c.step) AS step",
-        "coalesce(b.record_index - b.first, c.record_index - c.first) AS place",
-        "CASE WHEN b.rank IS NULL THEN 'candidate' WHEN c.rank IS NULL THEN 'baseline' END AS only_in",
-        *(f"coalesce(b.{k}, c.{k}) AS key_{k}" for k in table.key),
-        *(["coalesce(b.event_index, c.event_index) AS event_index"] * (name == "node_events")),
-    ]
-    differs, exceeds, errors = [], [], []
-    for role, p in table.sides:
-        columns += [
-            f"{_summary_differs(p)} AS {role}_differs",
-            f"{_relative_error(p)} AS {role}_error",
-            *(f"b.{p}{s} AS {role}_b_{s}, c.{p}{s} AS {role}_c_{s}" for s in _STATISTICS),
-        ]
-        differs.append(_summary_differs(p))
-        errors.append(f"CASE WHEN {_summary_differs(p)} THEN {_relative_error(p)} END")
-        allowed = tolerance_sql(f"coalesce(c.{p}dtype, b.{p}dtype)", "coalesce(b.step, c.step)")
-        exceeds.append(
-            f"({_summary_differs(p)} AND coalesce({_relative_error(p)} > {allowed}, true))"
-        )
-    for value in table.values:
-        columns.append(f"b.{value} AS value_b_{value}, c.{value} AS value_c_{value}")
-        differs.append(f"b.{value} IS DISTINCT FROM c.{value}")
-        if value == "loss":
-            exceeds.append(_LOSS_EXCEEDS)
-        else:
-            exceeds.append(differs[-1])
-    if name == "backward_passes":
-        errors.append("abs(b.loss - c.loss) / greatest(abs(b.loss), abs(c.loss))")
-    columns += [
-        f"(b.rank IS NULL OR c.rank IS NULL OR {' OR '.join(exceeds)}) AS exceeds",
-        f"greatest({', '.join([*errors, 'NULL'])}) AS error",
-    ]
-    return (
-        f"CREATE TEMP TABLE differing_{name} AS WITH b AS ({side('baseline')}), "
-        f"c AS ({side('candidate')}) SELECT {', '.join(columns)} FROM b FULL OUTER JOIN c "
-        f"ON b.rank = c.rank AND b.step = c.step AND b.nth = c.nth AND {on} "
-        f"WHERE b.rank IS NULL OR c.rank IS NULL OR {' OR '.join(differs)}"
-    )
-
-
-# A loss is one number, summed over many: it is allowed what a float32 sum is.
-_LOSS_EXCEEDS = (
-    "(b.loss IS DISTINCT FROM c.loss AND coalesce(abs(b.loss - c.loss) > "
-    f"greatest(abs(b.loss), abs(c.loss)) * {tolerance('float32', 0)!r} * (b.step + 1) "
-    "OR isnan(b.loss) OR isnan(c.loss), true))"
-)
-
-
-def _summary_differs(p: str) -> str:
-    norms = " OR ".join(
-        f"b.{p}{s} IS DISTINCT FROM c.{p}{s}"
-        for s in ("numel", "norm", "abs_max", "sum", "nan_count", "inf_count")
-    )
-    return (
-        f"(CASE WHEN b.{p}fingerprint IS NOT NULL AND c.{p}fingerprint IS NOT NULL "
-        f"THEN b.{p}fingerprint <> c.{p}fingerprint ELSE ({norms}) END)"
-    )
-
-
-def _relative_error(p: str) -> str:
-    larger = f"greatest(b.{p}norm, c.{p}norm)"
-    return (
-        f"(CASE WHEN b.{p}nan_count <> c.{p}nan_count OR b.{p}inf_count <> c.{p}inf_count THEN NULL "
-        f"WHEN {larger} = 0 THEN 0 "
-        f"WHEN len(b.{p}sketch) = len(c.{p}sketch) THEN "
-        f"list_distance(b.{p}sketch::DOUBLE[], c.{p}sketch::DOUBLE[]) / {larger} "
-        f"ELSE abs(b.{p}norm - c.{p}norm) / {larger} END)"
-    )
-
-
 def _difference(table: LinkTable, row: Mapping[str, Any]) -> Difference:
     changes: dict[str, Change] = {}
     only_in = row["only_in"]
     for role, _ in table.sides:
-        sides = {side: {s: row[f"{role}_{side}_{s}"] for s in _STATISTICS} for side in ("b", "c")}
+        sides = {side: {s: row[f"{role}_{side}_{s}"] for s in STATISTICS} for side in ("b", "c")}
         baseline = None if only_in == "candidate" else sides["b"]
         candidate = None if only_in == "baseline" else sides["c"]
         dtype = sides["c"]["dtype"] or sides["b"]["dtype"]

@@ -22,6 +22,7 @@ from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.recording import Recording
 from gradtrace_recorder.rows import NODE_EVENTS
+from gradtrace_recorder.summaries.handed_on import Gradients, handed_on, memory_address
 from gradtrace_recorder.summaries.summariser import Summariser, shape_fields
 from gradtrace_recorder.summaries.values import FINGERPRINT, NOTHING, Packed, as_bytes, combined
 from gradtrace_schemas.journal import KINDS, NULL_BOOL, NULL_INT32, NULL_INT64, NULL_STRING
@@ -35,8 +36,6 @@ _clock = time.monotonic_ns
 
 # Stands for the call of a Node that no module made, or whose module cannot be told.
 _NO_MODULE = Frame(NULL_INT32, "", NULL_STRING, NULL_INT32, None, True)
-
-Gradients = tuple[torch.Tensor | None, ...]
 
 
 class PythonObserver:
@@ -281,7 +280,7 @@ class NodeHooks:
             entered = recording.timeline.now()
             summary = recording.summariser.of(gradient)
             if summary is not None and gradient.layout == torch.strided:
-                self.local = (gradient.stride(), _address(gradient), summary)
+                self.local = (gradient.stride(), memory_address(gradient), summary)
             recording.rows.gradient(
                 self.parameter, "local", watch.backward_index, watch.microbatch, gradient, summary
             )
@@ -340,12 +339,12 @@ class NodeHooks:
             came_in = grad_outputs[
                 0
             ]  # the parameter's shape, and where it was not copied its memory
-            if _address(came_in) == address and came_in.stride() == strides:
+            if memory_address(came_in) == address and came_in.stride() == strides:
                 summariser.remember(came_in, packed)
         self.local = None
         incoming = [None if g is None else summariser.of_gradient(g) for g in grad_outputs]
         outgoing = [
-            None if g is None else _handed_on(summariser, g, grad_outputs, incoming)
+            None if g is None else handed_on(summariser, g, grad_outputs, incoming)
             for g in grad_inputs
         ]
         grad_output, grad_input = combined(incoming), combined(outgoing)
@@ -410,46 +409,3 @@ def _all_of(summariser: Summariser, gradients: Gradients) -> Packed | None:
     if summariser.off:
         return None
     return combined([None if g is None else summariser.of_gradient(g) for g in gradients])
-
-
-def _handed_on(
-    summariser: Summariser,
-    gradient: torch.Tensor,
-    grad_outputs: Gradients,
-    incoming: list[Packed | None],
-) -> Packed | None:
-    """The summary of a gradient that leaves: that of one that came in, where both are the same memory.
-
-    Both are alive in this hook call. A view's backward gives another shape of the same contiguous elements,
-    whose logical order, and so whose summary, is the same.
-    """
-    if type(gradient) is torch.Tensor and gradient.layout == torch.strided:
-        for came, packed in zip(grad_outputs, incoming, strict=True):
-            if (
-                packed is not None
-                and came is not None
-                and came is not gradient
-                and type(came) is torch.Tensor
-                and came.layout == torch.strided
-                and came.numel() == gradient.numel()
-                and came.dtype == gradient.dtype
-                and not came.is_inference()
-                and not gradient.is_inference()
-                and came._version == gradient._version
-                and came.is_conj() == gradient.is_conj()
-                and came.is_neg() == gradient.is_neg()
-                and gradient.is_contiguous()
-                and came.is_contiguous()
-                and _address(came) == _address(gradient)
-            ):
-                summariser.remember(gradient, packed)
-                return packed
-    return summariser.of_gradient(gradient)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Where the first element lies; -id for a tensor without memory of its own, so that none is equal."""
-    try:
-        return tensor.data_ptr() or -id(tensor)
-    except RuntimeError:
-        return -id(tensor)

@@ -254,10 +254,9 @@ class ModuleSource:
             return root_call
         if timeline.totals.rng_fingerprint is None:
             timeline.totals.rng_fingerprint = rng_fingerprint(recording)
-        if recording.settings.records_state:
-            if self._parameters_at.get(name.root) != timeline.step:
-                self._parameters_at[name.root] = timeline.step
-                record_parameters_before(recording, name.root)
+        if recording.settings.records_state and self._parameters_at.get(name.root) != timeline.step:
+            self._parameters_at[name.root] = timeline.step
+            record_parameters_before(recording, name.root)
         return root_call
 
     def _record_inputs(
