@@ -13,7 +13,7 @@ from typing import Any
 
 import duckdb
 
-from gradtrace_analyzer.links import LINK_TABLES, LinkTable, link_of
+from gradtrace_analyzer.links import LINK_TABLES, LINKS, LinkTable, link_of
 from gradtrace_analyzer.pairing import SEEN, STATISTICS, SUSPECTS, differing, digests_agree
 from gradtrace_analyzer.tolerance import tolerance
 
@@ -177,7 +177,8 @@ class Alignment:
         return count
 
     def spread(self) -> list[dict[str, Any]]:
-        """For each rank and link: the first step that differs, how many rows do, the largest error."""
+        """For each rank and link: the first step that differs, how many rows do, the largest error. In the
+        order of ranks, steps and the chain."""
         found = []
         for table in LINK_TABLES:
             point = "key_point" if "point" in table.key else "NULL"
@@ -196,7 +197,7 @@ class Alignment:
                 }
                 for rank, name, first, count, error, beyond in rows
             ]
-        return found
+        return sorted(found, key=lambda e: (e["rank"], e["first_step"], LINKS.index(e["link"])))
 
     def rng_differs(self, step: int) -> set[int]:
         """Ranks whose random generator stood elsewhere at the step's first forward."""
