@@ -7,7 +7,6 @@ from typing import Any
 
 from gradtrace_analyzer.align import Change
 from gradtrace_analyzer.diff import Answer, Cover, Origin
-from gradtrace_analyzer.links import LINKS
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.run import ranks_phrase, spans
 
@@ -241,7 +240,7 @@ def _spread(spread: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "What differs, by rank:"
     rows = [
         (e["rank"], e["link"], e["first_step"], e["row_count"], e["largest_error"])
-        for e in sorted(spread, key=lambda e: (e["rank"], e["first_step"], LINKS.index(e["link"])))
+        for e in spread
     ]
     shown = rows[:24]
     yield from table_lines(("rank", "link", "from step", "rows", "largest error"), shown)
