@@ -32,10 +32,10 @@ class Change:
     baseline: Mapping[str, Any] | None
     candidate: Mapping[str, Any] | None
 
-    @property
-    def exceeds(self) -> bool:
-        """Whether it differs by more than rounding."""
-        return self.differs and (self.error is None or self.error > self.tolerance)
+    def is_apart(self, *, exceeding: bool) -> bool:
+        """Whether it differs; with `exceeding`, by more than rounding."""
+        beyond = self.error is None or self.error > self.tolerance
+        return self.differs and (beyond or not exceeding)
 
     @property
     def factor(self) -> float | None:
@@ -50,6 +50,8 @@ class Change:
             return None
         factor = sum(x * y for x, y in zip(a, b, strict=True)) / square
         rest = math.sqrt(sum((y - factor * x) ** 2 for x, y in zip(a, b, strict=True)) / square)
+        if not 1e-3 < abs(factor) < 1e3:
+            return None  # unrelated values, such as memory that was never written
         # Another difference of the same size lies along the baseline this closely by chance about once in
         # a thousand times with 4 lanes, and far more rarely with 16.
         return factor if abs(factor - 1) > 1e-5 and rest < 0.05 * abs(factor - 1) else None
@@ -59,7 +61,7 @@ class Change:
 class Difference:
     """A pair of rows that differ, or a row that one side alone has (`only_in`).
 
-    `order` is the place in the rank's step, in program order.
+    `order` is the place in the rank's step, in program order; `exceeds`, whether it is more than rounding.
     """
 
     table: str
@@ -68,6 +70,7 @@ class Difference:
     order: float
     only_in: str | None
     key: Mapping[str, Any]
+    exceeds: bool = True
     event_index: int | None = None
     reads: Change | None = None
     writes: Change | None = None
@@ -78,13 +81,6 @@ class Difference:
         """The link of the chain that the row stands for."""
         return link_of(self.table, self.key.get("point"))
 
-    @property
-    def exceeds(self) -> bool:
-        """Whether it is more than rounding."""
-        changes = [change for change in (self.reads, self.writes) if change is not None]
-        exceeding = any(change.exceeds for change in changes)
-        return self.only_in is not None or exceeding or bool(self.values)
-
 
 class Alignment:
     """The pairs of two runs on one connection, which must hold the schemas `baseline` and `candidate`."""
@@ -94,8 +90,16 @@ class Alignment:
         connection: duckdb.DuckDBPyConnection,
         ranks: Sequence[int],
         unread: Collection[tuple[str, int]] = (),
+        *,
+        unmatched: bool = True,
+        torn_ends: Mapping[str, Mapping[int, int]] | None = None,
     ) -> None:
-        """`unread` are the (table, rank) of which one side has lost rows: they are left out."""
+        """`unread` are the (table, rank) of which one side has lost rows: they are left out.
+
+        Without `unmatched`, rows that one side alone has count for nothing: the sides were not asked for the
+        same. `torn_ends` are, by side, the ranks that did not end their recording, each with the last
+        step it reached: what is missing at its end is no difference.
+        """
         self._connection = connection
         self._unread = {
             table.table: ", ".join(str(rank) for name, rank in unread if name == table.table)
@@ -105,18 +109,36 @@ class Alignment:
         connection.execute(SUSPECTS.format(equal=digests_agree()))
         for table in LINK_TABLES:
             connection.execute(differing(table, self._unread[table.table]))
+        # A gradient of zeros that is carried into a step is none: `zero_grad(set_to_none=False)`.
+        connection.execute(
+            "DELETE FROM differing_gradients WHERE only_in IS NOT NULL AND key_point = 'carried' "
+            "AND coalesce(writes_b_abs_max, writes_c_abs_max) = 0 "
+            "AND coalesce(writes_b_nan_count, writes_c_nan_count) = 0"
+        )
+        other = {"baseline": "candidate", "candidate": "baseline"}
+        for table in LINK_TABLES:
+            name = f"differing_{table.table}"
+            if not unmatched:
+                connection.execute(f"DELETE FROM {name} WHERE only_in IS NOT NULL")
+            for side, ends in (torn_ends or {}).items():
+                for rank, step in ends.items():
+                    connection.execute(
+                        f"DELETE FROM {name} WHERE only_in = ? AND rank = ? AND step = ?",
+                        [other[side], rank, step],
+                    )
 
-    def steps(self) -> dict[str, list[int]]:
-        """Steps by where they were seen: `both`, `baseline`, `candidate` alone."""
+    def steps(self) -> dict[str, dict[int, list[int]]]:
+        """Each rank's steps by where they were seen: `both`, `baseline`, `candidate` alone."""
         rows = self._connection.execute(
-            "SELECT step, bool_or(side = 'baseline'), bool_or(side = 'candidate') "
-            "FROM seen GROUP BY step ORDER BY step"
+            "SELECT rank, step, bool_or(side = 'baseline'), bool_or(side = 'candidate') "
+            "FROM seen GROUP BY rank, step ORDER BY rank, step"
         ).fetchall()
-        return {
-            "both": [s for s, b, c in rows if b and c],
-            "baseline": [s for s, b, c in rows if b and not c],
-            "candidate": [s for s, b, c in rows if c and not b],
-        }
+        found: dict[str, dict[int, list[int]]] = {"both": {}, "baseline": {}, "candidate": {}}
+        for rank, step, in_baseline, in_candidate in rows:
+            where = "both" if in_baseline and in_candidate else None
+            where = where or ("baseline" if in_baseline else "candidate")
+            found[where].setdefault(rank, []).append(step)
+        return found
 
     def compared(self) -> dict[str, int]:
         """Rows of the baseline that had a step on the other side, by table."""
@@ -129,24 +151,31 @@ class Alignment:
             )
         return counts
 
-    def summarised(self) -> int:
-        """How many Nodes, module calls, gradients and parameters have a summary on both sides' terms."""
-        return sum(
-            self._number(
-                f"SELECT count({table.sides[-1][1]}norm) FROM {side}.{table.table} "
-                "SEMI JOIN common USING (rank, step)"
+    def summarised(self) -> bool:
+        """Whether both sides have summaries of anything."""
+        return all(
+            any(
+                self._number(
+                    f"SELECT count({table.sides[-1][1]}norm) FROM {side}.{table.table} "
+                    "SEMI JOIN common USING (rank, step)"
+                )
+                for table in LINK_TABLES
+                if table.sides
             )
-            for table in LINK_TABLES
-            if table.sides
-            for side in ("baseline",)
+            for side in ("baseline", "candidate")
         )
 
     def first_step(self, *, exceeding: bool) -> int | None:
-        """The first step with a difference, or with one beyond tolerance."""
+        """The first step with a difference, or with one beyond tolerance.
+
+        Parameters are not judged by tolerance: an adaptive optimizer makes a whole step of the last bit of
+        a gradient.
+        """
         condition = "WHERE exceeds" if exceeding else ""
         steps = [
             self._number(f"SELECT min(step) FROM differing_{t.table} {condition}")
             for t in LINK_TABLES
+            if not (exceeding and t.table == "parameters")
         ]
         return min((s for s in steps if s is not None), default=None)
 
@@ -199,6 +228,14 @@ class Alignment:
             ]
         return sorted(found, key=lambda e: (e["rank"], e["first_step"], LINKS.index(e["link"])))
 
+    def rng_to_blame(self, step: int) -> set[int]:
+        """Ranks whose random generator stood elsewhere at this step's first forward, and at none before."""
+        rows = self._connection.execute(
+            "SELECT rank, min(step) FROM baseline.steps b JOIN candidate.steps c USING (rank, step) "
+            "WHERE b.rng_fingerprint <> c.rng_fingerprint GROUP BY rank"
+        ).fetchall()
+        return {rank for rank, first in rows if first == step}
+
     def rng_differs(self, step: int) -> set[int]:
         """Ranks whose random generator stood elsewhere at the step's first forward."""
         rows = self._connection.execute(
@@ -245,11 +282,11 @@ def _difference(table: LinkTable, row: Mapping[str, Any]) -> Difference:
         sides = {side: {s: row[f"{role}_{side}_{s}"] for s in STATISTICS} for side in ("b", "c")}
         baseline = None if only_in == "candidate" else sides["b"]
         candidate = None if only_in == "baseline" else sides["c"]
-        dtype = sides["c"]["dtype"] or sides["b"]["dtype"]
+        dtypes = [sides[side]["dtype"] for side in ("b", "c")]
         changes[role] = Change(
             differs=bool(row[f"{role}_differs"]),
             error=row[f"{role}_error"],
-            tolerance=tolerance(dtype, row["step"]),
+            tolerance=max(tolerance(dtype, row["steps_before"]) for dtype in dtypes),
             baseline=baseline,
             candidate=candidate,
         )
@@ -261,6 +298,7 @@ def _difference(table: LinkTable, row: Mapping[str, Any]) -> Difference:
         order=float(row["place"]),
         only_in=only_in,
         key={k: row[f"key_{k}"] for k in table.key},
+        exceeds=bool(row["exceeds"]),
         event_index=row.get("event_index"),
         reads=changes.get("reads"),
         writes=changes.get("writes"),

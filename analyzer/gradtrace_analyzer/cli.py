@@ -74,7 +74,7 @@ class Analyzer(click.Group):
 @click.group(cls=Analyzer)
 @click.version_option(version("gradtrace"), prog_name="analyzer")
 def analyzer() -> None:
-    """Finds where two recordings of training runs, or two ranks of one, part.
+    """Finds where two recorded training runs part, and answers questions about them.
 
     Answers go to stdout, all else to stderr. Exit status: 0 same, 1 different, 2 cannot tell.
     """

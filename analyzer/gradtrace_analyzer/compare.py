@@ -9,8 +9,15 @@ import duckdb
 
 from gradtrace_analyzer.align import Alignment, Difference
 from gradtrace_analyzer.database import connect_pair
-from gradtrace_analyzer.diff import Answer, Cover, Origin, firsts, split_by_inheritance
-from gradtrace_analyzer.links import LINK_TABLES
+from gradtrace_analyzer.diff import (
+    Answer,
+    Cover,
+    Origin,
+    Verdict,
+    firsts,
+    split_by_inheritance,
+)
+from gradtrace_analyzer.links import LINK_TABLES, LINKS, LOCAL_LINKS
 from gradtrace_analyzer.run import Run, ranks_phrase, spans
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
@@ -39,24 +46,41 @@ def _compared(
 ) -> Answer:
     unread = {side: _unread(connection, side, run) for side, run in runs.items()}
     alignment = Alignment(
-        connection, ranks, [place for places in unread.values() for place in places]
+        connection,
+        ranks,
+        [place for places in unread.values() for place in places],
+        unmatched=not _asked_differently(runs) and not any(map(_problems, runs.values())),
+        torn_ends={side: _torn_ends(connection, side, run) for side, run in runs.items()},
     )
     steps = alignment.steps()
     cover = _cover(runs, ranks, steps, alignment.compared(), unread)
+    common = sorted({step for of_rank in steps["both"].values() for step in of_rank})
     configuration = _configuration(runs)
-    lone = [*_lone_ranks(cover), *alignment.lone_names()]
+    lone = [*_lone_ranks(cover)]
+    if not _asked_differently(runs):
+        lone += alignment.lone_names()
 
-    def answer(verdict: Any, reason: str, **found: Any) -> Answer:
+    def answer(
+        verdict: Verdict,
+        reason: str = "",
+        *,
+        origins: Sequence[Origin] = (),
+        inherited: Sequence[Origin] = (),
+        notes: Sequence[str] = (),
+        first_bits: Origin | None = None,
+    ) -> Answer:
         return Answer(
-            verdict,
-            reason,
-            tuple(found.pop("origins", ())),
-            tuple(found.pop("inherited", ())),
-            cover,
-            tuple(configuration),
-            tuple(lone),
-            tuple(alignment.spread()),
-            tuple(found.pop("notes", ())),
+            verdict=verdict,
+            reason=reason,
+            origins=tuple(origins),
+            inherited=tuple(inherited),
+            cover=cover,
+            configuration=tuple(configuration),
+            structure=tuple(lone),
+            spread=tuple(alignment.spread()),
+            notes=tuple(notes),
+            unseen=tuple(_unseen(runs, cover, origins[0], common) if origins else ()),
+            first_bits=first_bits,
         )
 
     nothing = _nothing_to_compare(runs, ranks, steps, alignment)
@@ -66,21 +90,21 @@ def _compared(
     if step is None:
         if not cover.is_whole:
             return answer("incomparable", _not_whole(cover))
-        notes = _rng_notes(alignment, steps["both"])
+        notes = _rng_notes(alignment, common) if cover.has_fingerprints else []
         if any(entry["kind"] in ("module", "parameter") for entry in lone):
-            return answer("different", "names", notes=notes)
-        return answer("identical", "", notes=notes)
+            return answer("different", notes=notes)
+        return answer("identical", notes=notes)
 
     origins, inherited = _places(alignment, step, exceeding=False)
-    reproducible = not configuration and _is_reproducible(alignment, steps["both"], step, origins)
-    if exact or reproducible or any(o.link in _GIVEN for o in origins):
-        reason = "exact" if exact else "reproducible" if reproducible else "given"
-        return answer("different", reason, origins=origins, inherited=inherited)
+    reproducible = not configuration and _is_reproducible(alignment, common, step, origins)
+    if exact or reproducible or any(o.link in _GIVEN or o.difference.exceeds for o in origins):
+        return answer("different", origins=origins, inherited=inherited)
     step = alignment.first_step(exceeding=True)
     if step is None:
-        return answer("within_tolerance", "", origins=origins, inherited=inherited)
+        return answer("within_tolerance", origins=origins, inherited=inherited)
+    first_bits = origins[0]
     origins, inherited = _places(alignment, step, exceeding=True)
-    return answer("different", "beyond", origins=origins, inherited=inherited)
+    return answer("different", origins=origins, inherited=inherited, first_bits=first_bits)
 
 
 def _places(
@@ -92,7 +116,7 @@ def _places(
         for d in _module_calls(differences)
     }
     return split_by_inheritance(
-        firsts(differences, alignment.rng_differs(step), modules, exceeding=exceeding)
+        firsts(differences, alignment.rng_to_blame(step), modules, exceeding=exceeding)
     )
 
 
@@ -108,7 +132,7 @@ def _module_calls(differences: Sequence[Difference]) -> list[Difference]:
 def _is_reproducible(
     alignment: Alignment, steps: Sequence[int], step: int, origins: Sequence[Origin]
 ) -> bool:
-    """The determinism witness: links of the same kind gave bit-equal outputs until here.
+    """The determinism witness: links gave bit-equal outputs from bit-equal inputs until here.
 
     A whole step before this one, on all ranks, is one; so are enough rows in this step.
     """
@@ -122,7 +146,7 @@ def _is_reproducible(
 def _nothing_to_compare(
     runs: Mapping[str, Run],
     ranks: Sequence[int],
-    steps: Mapping[str, Sequence[int]],
+    steps: Mapping[str, Mapping[int, Sequence[int]]],
     alignment: Alignment,
 ) -> str | None:
     a, b = runs["baseline"], runs["candidate"]
@@ -131,11 +155,12 @@ def _nothing_to_compare(
     if not steps["both"]:
         return (
             "no step was recorded on both sides: "
-            f"{_held(steps['baseline'], 'step')} against {_held(steps['candidate'], 'step')}"
+            f"{_held(_all_steps(steps['baseline']), 'step')} against "
+            f"{_held(_all_steps(steps['candidate']), 'step')}"
         )
     if not alignment.summarised():
         return (
-            "neither values nor norms were recorded (GRADTRACE_SUMMARY=off, or nothing that could be "
+            "one side recorded neither values nor norms (GRADTRACE_SUMMARY=off, or nothing that could be "
             "summarised); names and times cannot tell whether the runs agree"
         )
     return None
@@ -155,58 +180,139 @@ def _not_whole(cover: Cover) -> str:
         for side, places in cover.unread.items()
         for table, rank in places
     ]
+    lacking += [
+        f"the recorder of the {side} gave up in part ({problems[0]})"
+        for side, problems in cover.problems.items()
+        if problems
+    ]
+    lacking += [
+        f"the {side} lacks {_held(steps, 'step')} of rank {rank}"
+        for side, by_rank in cover.missing_steps.items()
+        for rank, steps in by_rank.items()
+    ]
     return f"{' and '.join(lacking)}, of which nothing can be said"
 
 
 def _cover(
     runs: Mapping[str, Run],
     ranks: Sequence[int],
-    steps: Mapping[str, Sequence[int]],
+    steps: Mapping[str, Mapping[int, Sequence[int]]],
     rows: Mapping[str, int],
     unread: Mapping[str, Sequence[tuple[str, int]]],
 ) -> Cover:
     everywhere = {r for run in runs.values() for r in (*run.ranks, *run.missing_ranks)}
-    worlds = {run.world_size for run in runs.values()}
-    missing = {
-        side: tuple(sorted(everywhere - set(run.ranks))) if len(worlds) == 1 else ()
-        for side, run in runs.items()
-    }
-    if len(worlds) > 1:
-        missing = {side: run.missing_ranks for side, run in runs.items()}
-    both_filtered = _common_rank_filter(runs)
-    if both_filtered:
-        missing = {
-            side: tuple(r for r in absent if any(r in run.ranks for run in runs.values()))
-            for side, absent in missing.items()
-        }
+    if _common_rank_filter(runs):
+        everywhere = {r for run in runs.values() for r in run.ranks}
+    missing = {side: tuple(sorted(everywhere - set(run.ranks))) for side, run in runs.items()}
     other = {"baseline": "candidate", "candidate": "baseline"}
     return Cover(
         ranks=tuple(ranks),
-        steps=tuple(steps["both"]),
+        steps={rank: tuple(of_rank) for rank, of_rank in steps["both"].items()},
         rows=rows,
         missing_ranks=missing,
-        missing_steps={side: tuple(steps[other[side]]) for side in runs},
+        missing_steps={
+            side: {rank: tuple(own) for rank, own in steps[other[side]].items()} for side in runs
+        },
         incomplete_ranks={side: run.incomplete_ranks for side, run in runs.items()},
         dropped={side: _counts(run, "dropped") for side, run in runs.items()},
         unsummarised={side: _counts(run, "unsummarised") for side, run in runs.items()},
         filters={side: _filters(run) for side, run in runs.items()},
         unread={side: tuple(places) for side, places in unread.items()},
+        problems={side: tuple(_problems(run)) for side, run in runs.items()},
+        has_fingerprints=all(_setting(run, "summary") in ("full", None) for run in runs.values()),
     )
+
+
+def _all_steps(by_rank: Mapping[int, Sequence[int]]) -> list[int]:
+    return sorted({step for of_rank in by_rank.values() for step in of_rank})
+
+
+def _setting(run: Run, name: str) -> Any:
+    for info in run.ranks.values():
+        return (info.facts.get("settings") or {}).get(name)
+    return None
+
+
+def _asked_differently(runs: Mapping[str, Run]) -> bool:
+    """Whether the sides were told to record different things: then what one alone has says nothing."""
+    return any(
+        len({str(_setting(run, name)) for run in runs.values()}) > 1
+        for name in ("detail", "summary", "modules")
+    )
+
+
+def _problems(run: Run) -> list[str]:
+    """What the recorder itself says went wrong, on any rank."""
+    return [
+        f"rank {rank}: {text}"
+        for rank, info in run.ranks.items()
+        for text in info.facts.get("problems") or ()
+    ]
+
+
+def _torn_ends(connection: duckdb.DuckDBPyConnection, side: str, run: Run) -> dict[int, int]:
+    """The last step that each rank reached which did not end its recording."""
+    found = {}
+    for rank in run.incomplete_ranks:
+        row = connection.execute(
+            f"SELECT max(step) FROM (SELECT step FROM {side}.parameters WHERE rank = ? UNION ALL "
+            f"SELECT step FROM {side}.module_calls WHERE rank = ? UNION ALL "
+            f"SELECT step FROM {side}.node_events WHERE rank = ? UNION ALL "
+            f"SELECT step FROM {side}.backward_passes WHERE rank = ?)",
+            [rank] * 4,
+        ).fetchone()
+        if row is not None and row[0] is not None:
+            found[rank] = row[0]
+    return found
+
+
+# The tables that hold each link, as far as they can be left out by a setting.
+_HELD_IN = (
+    ("parameters", "parameters", "parameters"),
+    ("inputs", "inputs", "inputs"),
+    ("forward", "module_calls", "module outputs"),
+    ("backward", "node_events", "gradients at the Nodes"),
+    ("local_gradient", "gradients", "local gradients"),
+)
+
+
+def _unseen(
+    runs: Mapping[str, Run], cover: Cover, origin: Origin, common: Sequence[int]
+) -> list[str]:
+    """What lies before an origin and was not compared: no sentence may call it equal."""
+    before = LINKS.index(origin.link) if origin.link != "structure" else len(LINKS)
+    found = [
+        what
+        for link, table, what in _HELD_IN
+        if LINKS.index(link) < before and not cover.rows.get(table)
+    ]
+    chosen = [_setting(run, "modules") for run in runs.values()]
+    if any(chosen):
+        found.append("modules outside the filter")
+    if origin.link not in LOCAL_LINKS:
+        seen = set(cover.ranks)
+        unseen = {r for run in runs.values() for r in range(run.world_size or 0)} - seen
+        if unseen:
+            found.append(ranks_phrase(unseen))
+    earlier = [step for step in common if step < origin.step]
+    if origin.link == "parameters" and origin.step > 0 and origin.step - 1 not in earlier:
+        found.append(f"step {origin.step - 1}")
+    return found
 
 
 def _unread(connection: duckdb.DuckDBPyConnection, side: str, run: Run) -> list[tuple[str, int]]:
     """(table, rank) of which rows that were recorded are not there any more: lost or damaged parts."""
     found = {(d.part.table, d.part.rank) for d in run.damaged}
-    for table in LINK_TABLES:
+    for table in ("steps", *(table.table for table in LINK_TABLES)):
         counts = dict(
             connection.execute(
-                f"SELECT rank, count(*) FROM {side}.{table.table} GROUP BY rank"
+                f"SELECT rank, count(*) FROM {side}.{table} GROUP BY rank"
             ).fetchall()
         )
         for rank, info in run.ranks.items():
-            recorded = (info.facts.get("recorded") or {}).get(table.table, 0)
+            recorded = (info.facts.get("recorded") or {}).get(table, 0)
             if info.is_complete and counts.get(rank, 0) < recorded:
-                found.add((table.table, rank))
+                found.add((table, rank))
     return sorted(found)
 
 
@@ -244,7 +350,7 @@ def _configuration(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
         a, b = sides["baseline"].get(name), sides["candidate"].get(name)
         if a != b:
             found.append({"name": name, "baseline": a, "candidate": b})
-    return found
+    return found if all(len(facts) > 1 for facts in sides.values()) else []
 
 
 def _facts(run: Run) -> dict[str, Any]:

@@ -9,7 +9,7 @@ that differed before.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from gradtrace_analyzer.align import Change, Difference
@@ -63,25 +63,38 @@ class Cover:
     """What was compared, and what was not."""
 
     ranks: tuple[int, ...]
-    steps: tuple[int, ...]
+    steps: Mapping[int, tuple[int, ...]]
     rows: Mapping[str, int]
     missing_ranks: Mapping[str, tuple[int, ...]]
-    missing_steps: Mapping[str, tuple[int, ...]]
+    missing_steps: Mapping[str, Mapping[int, tuple[int, ...]]]
     incomplete_ranks: Mapping[str, tuple[int, ...]]
     dropped: Mapping[str, Mapping[str, int]]
     unsummarised: Mapping[str, Mapping[str, int]]
     filters: Mapping[str, Mapping[str, Any]]
     unread: Mapping[str, tuple[tuple[str, int], ...]]
+    problems: Mapping[str, tuple[str, ...]]
+    has_fingerprints: bool = True
 
     @property
     def is_whole(self) -> bool:
-        """Whether both sides recorded the same ranks, and nothing of it is lost."""
-        return not any(self.missing_ranks.values()) and not any(self.unread.values())
+        """Whether both sides recorded the same ranks, each rank the same steps of those that its side has,
+        and nothing of it is lost."""
+        uneven = len({self.steps.get(rank, ()) for rank in self.ranks}) > 1
+        return not (
+            any(self.missing_ranks.values())
+            or any(self.unread.values())
+            or any(self.problems.values())
+            or (uneven and any(self.missing_steps.values()))
+        )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a diff has found."""
+    """What a diff has found.
+
+    `unseen` is what lies in front of the origin and was not compared. `first_bits` is the first difference of
+    all, where the origin is only the first beyond tolerance.
+    """
 
     verdict: Verdict
     reason: str
@@ -91,7 +104,9 @@ class Answer:
     configuration: tuple[Mapping[str, Any], ...] = ()
     structure: tuple[Mapping[str, Any], ...] = ()
     spread: tuple[Mapping[str, Any], ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+    first_bits: Origin | None = None
 
 
 def firsts(
@@ -108,9 +123,13 @@ def firsts(
     """
     found = []
     for rank in sorted({d.rank for d in differences}):
-        own = [d for d in differences if d.rank == rank and (d.exceeds or not exceeding)]
+        own = [d for d in differences if d.rank == rank]
+        if exceeding:
+            own = [d for d in own if d.exceeds and d.table != "parameters"]
         if own:
-            found.append(_first(_in_order(own), rank in rng_ranks, modules.get(rank, ())))
+            found.append(
+                _first(_in_order(own), rank in rng_ranks, modules.get(rank, ()), exceeding)
+            )
     return sorted(found, key=_chain_order)
 
 
@@ -138,23 +157,24 @@ def _in_order(differences: list[Difference]) -> list[Difference]:
     return sorted(differences, key=place)
 
 
-def _first(own: list[Difference], rng_differs: bool, modules: Collection[str]) -> Origin:
+def _first(
+    own: list[Difference], rng_differs: bool, modules: Collection[str], exceeding: bool
+) -> Origin:
     first = own[0]
     change = first.writes
-    if first.only_in is not None:
+    arrived = first.reads is not None and first.reads.is_apart(exceeding=exceeding)
+    if first.only_in is not None and first.link != "carried_gradient":
         return _origin("structure", first, None)
     if first.table == "module_calls":
         inputs = [d for d in own if d.table == "inputs" and _same_call(d, first)]
         if inputs:
             # Keyword arguments leave their row when the root returns, after the modules inside it.
             return _origin("inputs", inputs[0], inputs[0].writes, others=len(inputs) - 1)
-        between = first.reads is not None and first.reads.differs
         fqn = str(first.key["module_fqn"])
-        module = _module_between(own, first, modules) if between else fqn
+        module = _module_between(own, first, modules) if arrived else fqn
         link = "rng" if rng_differs else "forward"
-        return _origin(link, first, first.reads if between else change, module, between)
+        return _origin(link, first, first.reads if arrived else change, module, arrived)
     if first.table == "node_events":
-        arrived = first.reads is not None and first.reads.differs
         if arrived and first.key.get("node_name") == "AccumulateGrad":
             return _origin("local_gradient", first, first.reads, between=True)
         change = first.reads if arrived else change

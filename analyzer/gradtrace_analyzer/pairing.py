@@ -60,9 +60,14 @@ def differing(table: LinkTable, unread: str) -> str:
     limit = "common" if table.values else "suspects"
     key = ", ".join(table.key)
 
+    scales = "".join(
+        f", max(t.{p}norm) OVER (PARTITION BY t.rank, t.step) AS {role}_scale"
+        for role, p in table.sides
+    )
+
     def side(schema: str) -> str:
         return (
-            f"SELECT t.*, s.first, row_number() OVER (PARTITION BY t.rank, t.step, {key} "
+            f"SELECT t.*, s.first{scales}, row_number() OVER (PARTITION BY t.rank, t.step, {key} "
             f"ORDER BY t.record_index) AS nth FROM {schema}.{name} t "
             f"SEMI JOIN {limit} USING (rank, step) JOIN step_start s "
             f"ON s.side = '{schema}' AND s.rank = t.rank AND s.step = t.step"
@@ -74,6 +79,7 @@ def differing(table: LinkTable, unread: str) -> str:
         "coalesce(b.rank, c.rank) AS rank",
         "coalesce(b.step, c.step) AS step",
         "coalesce(b.record_index - b.first, c.record_index - c.first) AS place",
+        f"{_STEPS} AS steps_before",
         "CASE WHEN b.rank IS NULL THEN 'candidate' WHEN c.rank IS NULL THEN 'baseline' END AS only_in",
         *(f"coalesce(b.{k}, c.{k}) AS key_{k}" for k in table.key),
         *(["coalesce(b.event_index, c.event_index) AS event_index"] * (name == "node_events")),
@@ -87,9 +93,10 @@ def differing(table: LinkTable, unread: str) -> str:
         ]
         differs.append(_summary_differs(p))
         errors.append(f"CASE WHEN {_summary_differs(p)} THEN {_relative_error(p)} END")
-        allowed = tolerance_sql(f"coalesce(c.{p}dtype, b.{p}dtype)", "coalesce(b.step, c.step)")
+        allowed = f"greatest({tolerance_sql(f'c.{p}dtype', _STEPS)}, {tolerance_sql(f'b.{p}dtype', _STEPS)})"
         exceeds.append(
-            f"({_summary_differs(p)} AND coalesce({_relative_error(p)} > {allowed}, true))"
+            f"({_summary_differs(p)} AND coalesce({_relative_error(p)} * {_share(table, role, p)} "
+            f"> {allowed}, true))"
         )
     for value in table.values:
         columns.append(f"b.{value} AS value_b_{value}, c.{value} AS value_c_{value}")
@@ -112,12 +119,28 @@ def differing(table: LinkTable, unread: str) -> str:
     )
 
 
+# Steps that both runs made before this one: a run's numbering may begin anywhere.
+_STEPS = "(coalesce(b.step, c.step) - (SELECT min(step) FROM common))"
+
 # A loss is one number, summed over many: it is allowed what a float32 sum is.
 _LOSS_EXCEEDS = (
     "(b.loss IS DISTINCT FROM c.loss AND coalesce(abs(b.loss - c.loss) > "
-    f"greatest(abs(b.loss), abs(c.loss)) * {tolerance('float32', 0)!r} * (b.step + 1) "
+    f"greatest(abs(b.loss), abs(c.loss)) * {tolerance('float32', 0)!r} * ({_STEPS} + 1) "
     "OR isnan(b.loss) OR isnan(c.loss), true))"
 )
+
+
+# A gradient this much smaller than its step's largest may be rounding alone (a bias in front of a batch norm).
+_NOISE_FLOOR = 0.01
+
+
+def _share(table: LinkTable, role: str, p: str) -> str:
+    """What part of the noise floor a gradient's norm is, at most 1: its relative error is judged by it."""
+    if table.table not in ("gradients", "node_events"):
+        return "1"
+    norm = f"greatest(b.{p}norm, c.{p}norm)"
+    floor = f"({_NOISE_FLOOR} * greatest(b.{role}_scale, c.{role}_scale))"
+    return f"least(1, {norm} / nullif({floor}, 0))"
 
 
 def _summary_differs(p: str) -> str:

@@ -1,14 +1,14 @@
 """How far two values may lie apart and still count as the same: a first, honest rule.
 
 Two runs that add the same numbers in another order differ by rounding: each of n additions errs by at most
-half a unit of the dtype, and independent errors grow like the square root of their number. 64 units cover sums
-of some thousands of terms; every step that trains on the last one's difference may add as much again, so the
-allowance grows with the steps. It knows nothing of a model's depth or of how it amplifies noise.
+half a unit of the dtype, and independent errors grow like the square root of their number. 16 units cover some
+hundred operations in a row; every step that trains on the last one's difference may add as much again, so the
+allowance grows with the steps that both made. It knows nothing of a model's depth or of how it amplifies noise.
 """
 
 from __future__ import annotations
 
-UNITS = 64
+UNITS = 16
 
 _EPSILON = {
     "float64": 2.0**-52,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,9 +34,8 @@ def explanation(answer: Answer) -> str:
             said += f" What can be compared is identical ({_extent(cover)})."
         return said
     if answer.verdict == "identical":
-        return (
-            f"Identical, bit for bit, in all that both recorded: {_extent(cover)}.{_lacking(cover)}"
-        )
+        how = "bit for bit" if cover.has_fingerprints else "in norms, sums and counts"
+        return f"Identical, {how}, in all that both recorded: {_extent(cover)}.{_lacking(cover)}"
     if answer.verdict == "within_tolerance":
         origin = answer.origins[0]
         return (
@@ -47,7 +47,13 @@ def explanation(answer: Answer) -> str:
         names = [f"{e['kind']} {e['name']!r} ({e['only_in']} only)" for e in answer.structure[:4]]
         return f"All values that pair are identical, but the names differ: {', '.join(names)}."
     origin = answer.origins[0]
-    return f"{_sentence(origin, answer)}{_inheritance(answer)}{_more(answer)}"
+    said = _unseen_sentence(origin, answer) if answer.unseen else _sentence(origin, answer)
+    if answer.verdict == "different" and answer.first_bits is not None:
+        bits = answer.first_bits
+        said = said.replace(" equal", " equal within rounding") + (
+            f" (The first bits differ in step {bits.step}, {ranks_phrase(bits.ranks)}, at {_place(bits)}.)"
+        )
+    return f"{said}{_inheritance(answer)}{_more(answer)}"
 
 
 def lines(answer: Answer, names: tuple[str, str]) -> Iterator[str]:
@@ -99,6 +105,20 @@ def as_object(answer: Answer) -> dict[str, Any]:
     }
 
 
+def _unseen_sentence(origin: Origin, answer: Answer) -> str:
+    """The first recorded difference, where what lies in front of it was not recorded or not compared."""
+    verb = (
+        f"is in the {origin.difference.only_in} alone"
+        if origin.difference.only_in
+        else _size(origin)
+    )
+    return (
+        f"Step {origin.step}, {ranks_phrase(origin.ranks)}: {_row_name(origin)} {verb}. It is the first "
+        f"difference among what was compared; what came before may be its cause, since "
+        f"{', '.join(answer.unseen)} were not compared."
+    )
+
+
 def _sentence(origin: Origin, answer: Answer) -> str:
     d, where = origin.difference, f"Step {origin.step}, {ranks_phrase(origin.ranks)}: "
     size = _size(origin)
@@ -106,7 +126,7 @@ def _sentence(origin: Origin, answer: Answer) -> str:
     if origin.link == "structure":
         return f"{where}{_row_name(origin)} is in the {d.only_in} alone; all before it is equal."
     if origin.link == "parameters":
-        what = "changed outside the optimizer" if origin.step else "differs from the start"
+        what = "changed since the step before" if origin.step else "differs from the start"
         return (
             f"{where}{origin.parameter_fqn}{_and_others(origin)} {what}: it {size} "
             "before the step's first forward."
@@ -115,8 +135,9 @@ def _sentence(origin: Origin, answer: Answer) -> str:
         return f"{where}the input {d.key['name']!r}{_and_others(origin)} {size}."
     if origin.link == "rng":
         return (
-            f"{where}the random generator stands elsewhere when the step begins; "
-            f"{_module(d.key['module_fqn'])} is the first whose output shows it: it {size}."
+            f"{where}the random generator stands elsewhere when the step begins, for the first time; "
+            f"{_module(d.key['module_fqn'])} is the first to show it: what it "
+            f"{'receives' if origin.between else 'returns'} {size}."
         )
     if origin.link == "forward" and origin.between:
         return (
@@ -124,8 +145,10 @@ def _sentence(origin: Origin, answer: Answer) -> str:
             f"modules before it are equal: the code of {module} in front of it is where they part."
         )
     if origin.link == "forward":
+        again = ", recomputed in the backward pass," if d.key.get("phase") == "recompute" else ""
         return (
-            f"{where}the output of {module} {size}, although its inputs and parameters are equal."
+            f"{where}the output of {module}{again} {size}, although its inputs are equal, and its "
+            "parameters were when the step began."
         )
     if origin.link == "loss":
         a, b = d.values.get("loss", (None, None))
@@ -143,6 +166,11 @@ def _sentence(origin: Origin, answer: Answer) -> str:
         return (
             f"{where}the gradient leaving {module} ({origin.node_name}) {size}, although everything "
             "it reads is equal."
+        )
+    if origin.link == "carried_gradient" and d.only_in is not None:
+        return (
+            f"{where}{origin.parameter_fqn}{_and_others(origin)} begins the step with a gradient left in "
+            f".grad, in the {d.only_in} alone."
         )
     if origin.link == "carried_gradient":
         return (
@@ -167,7 +195,8 @@ def _sentence(origin: Origin, answer: Answer) -> str:
         )
     if d.table == "optimizer_groups":
         changed = [
-            f"{name} is {_number(b)} instead of {_number(a)}" for name, (a, b) in d.values.items()
+            f"{name} is {_number(b)} instead of {_number(a)}"
+            for name, (a, b) in _settings_apart(d.values).items()
         ]
         return (
             f"{where}group {d.key['group_index']} of optimizer {d.key['optimizer_index']} was set "
@@ -175,8 +204,8 @@ def _sentence(origin: Origin, answer: Answer) -> str:
         )
     return (
         f"{where}{origin.parameter_fqn}{_and_others(origin)} {size} after the optimizer's step, although "
-        "its gradient, its value before and the optimizer's settings are equal: the optimizer or its "
-        "state is where they part."
+        "its gradient, its value before the forward and the optimizer's settings are equal: the optimizer, "
+        "its state, or code that changed it in between is where they part."
     )
 
 
@@ -191,16 +220,23 @@ def _size(origin: Origin) -> str:
             return f"has {b:,} {what} elements of {change.candidate['numel']:,} where the baseline has {a:,}"
     if change.candidate["norm"] == 0 and change.baseline["norm"]:
         return "is all zero"
+    for name, what in (("numel", "elements"), ("dtype", "as its dtype")):
+        a, b = change.baseline[name], change.candidate[name]
+        if a != b and None not in (a, b):
+            return f"has {b} {what} instead of {a}"
     factor = change.factor
+    if factor is not None and abs(factor + 1) < 1e-3:
+        return "has its sign flipped"
     if factor is not None:
-        return f"differs by {abs(factor - 1):.1e} (it is {factor:.4g} times the baseline's)"
+        times = f"{factor:.4g}" if abs(factor - 1) > 1e-3 else f"{factor:.8g}"
+        return f"differs by {abs(factor - 1):.1e} (it is {times} times the baseline's)"
     if change.error is None:
         return "differs"
-    return (
-        f"differs by {change.error:.1e}"
-        if change.error
-        else "differs in bits that add up to nothing"
-    )
+    if change.error == 0:
+        return "differs in bits that its norm, sum and sketch do not show"
+    ratio: float = change.candidate["norm"] / (change.baseline["norm"] or 1.0)
+    larger = f" (its norm is {ratio:.3g} times the baseline's)" if ratio > 3 else ""
+    return f"differs by {change.error:.1e}{larger}"
 
 
 def _inheritance(answer: Answer) -> str:
@@ -238,14 +274,16 @@ def _numbers(change: Change) -> Iterator[str]:
 
 def _spread(spread: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "What differs, by rank:"
-    rows = [
-        (e["rank"], e["link"], e["first_step"], e["row_count"], e["largest_error"])
-        for e in spread
-    ]
+    rows = [(e["rank"], e["link"], e["first_step"], e["row_count"], _largest(e)) for e in spread]
     shown = rows[:24]
     yield from table_lines(("rank", "link", "from step", "rows", "largest error"), shown)
     if len(rows) > len(shown):
         yield f"and {len(rows) - len(shown)} more (--format json has all)"
+
+
+def _largest(entry: Mapping[str, Any]) -> Any:
+    """The largest error; where there is none, finite values turned into others, or rows have no partner."""
+    return "-" if entry["largest_error"] is None else entry["largest_error"]
 
 
 def _place(origin: Origin) -> str:
@@ -266,6 +304,12 @@ def _row_name(origin: Origin) -> str:
         return f"the {key['phase']} call of {_module(key['module_fqn'])}"
     if origin.parameter_fqn is not None:
         return f"{origin.parameter_fqn} ({origin.difference.link.replace('_', ' ')})"
+    if "name" in key:
+        return f"the input {key['name']!r} of call {key['call_index']}"
+    if "group_index" in key:
+        return f"the step of optimizer {key['optimizer_index']} (group {key['group_index']})"
+    if "kind" in key:
+        return f"backward pass {key['backward_index']}"
     return f"a row of {origin.difference.table}"
 
 
@@ -279,6 +323,17 @@ def _error_text(change: Change | None) -> str:
     return "" if change is None or change.error is None else f", differs by {change.error:.1e}"
 
 
+def _settings_apart(values: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    """A group's values that differ, of its hyperparameters only those that do."""
+    found = dict(values)
+    before, after = found.pop("hyperparameters", ("{}", "{}"))
+    old, new = json.loads(before or "{}"), json.loads(after or "{}")
+    for name in sorted({*old, *new}):
+        if old.get(name) != new.get(name):
+            found[name] = (old.get(name), new.get(name))
+    return found
+
+
 def _number(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
@@ -288,9 +343,18 @@ def _and_others(origin: Origin) -> str:
 
 
 def _extent(cover: Cover) -> str:
-    steps = spans(cover.steps)
-    steps = f"step {steps}" if steps.isdigit() else f"steps {steps}"
-    return f"{ranks_phrase(cover.ranks)}, {steps}"
+    """`ranks 0-1, steps 0-5`; rank by rank where their steps differ."""
+    by_steps: dict[tuple[int, ...], list[int]] = {}
+    for rank in cover.ranks:
+        by_steps.setdefault(cover.steps.get(rank, ()), []).append(rank)
+    return "; ".join(
+        f"{ranks_phrase(ranks)}, {_steps(steps)}" for steps, ranks in by_steps.items() if steps
+    )
+
+
+def _steps(steps: Sequence[int]) -> str:
+    text = spans(steps)
+    return f"step {text}" if text.isdigit() else f"steps {text}"
 
 
 def _compared(cover: Cover) -> str:
@@ -299,26 +363,34 @@ def _compared(cover: Cover) -> str:
 
 
 def _lacking(cover: Cover) -> str:
-    said = []
-    for side, steps in cover.missing_steps.items():
-        if steps:
-            what = "step" if len(steps) == 1 else "steps"
-            said.append(f"the {side} lacks {what} {spans(steps)}")
+    said = list(_lacking_steps(cover))
     return f" Not compared: {'; '.join(said)}." if said else ""
 
 
+def _lacking_steps(cover: Cover) -> Iterator[str]:
+    for side, by_rank in cover.missing_steps.items():
+        by_steps: dict[tuple[int, ...], list[int]] = {}
+        for rank, steps in by_rank.items():
+            by_steps.setdefault(steps, []).append(rank)
+        for steps, ranks in by_steps.items():
+            yield f"the {side} lacks {_steps(steps)} of {ranks_phrase(ranks)}"
+
+
 def _caveats(cover: Cover) -> Iterator[str]:
+    for lacking in _lacking_steps(cover):
+        yield f"Not compared: {lacking}."
     for side in ("baseline", "candidate"):
         missing = cover.missing_ranks[side]
         if missing:
             yield f"Not compared: the {side} lacks {ranks_phrase(missing)}."
         for table, rank in cover.unread[side]:
             yield f"Not compared: the {side} has lost rows of {table} of rank {rank}."
-        if cover.missing_steps[side]:
-            yield f"Not compared: the {side} lacks steps {spans(cover.missing_steps[side])}."
         if cover.incomplete_ranks[side]:
             ranks = ranks_phrase(cover.incomplete_ranks[side])
-            yield f"The {side}'s {ranks} did not end the recording: killed, or still running."
+            yield (
+                f"The {side}'s {ranks} did not end the recording (killed, or still running): "
+                "what its last step lacks is no difference."
+            )
         for what, counts in (
             ("rows dropped", cover.dropped[side]),
             ("tensors without a summary", cover.unsummarised[side]),
@@ -326,8 +398,12 @@ def _caveats(cover: Cover) -> Iterator[str]:
             if counts:
                 by_reason = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
                 yield f"The {side} has {what}: {by_reason}."
+        for problem in cover.problems[side]:
+            yield f"The {side}'s recorder gave up in part: {problem}."
         if cover.filters[side]:
-            chosen = ", ".join(f"{k} {v}" for k, v in cover.filters[side].items())
+            chosen = "; ".join(
+                f"{k} {', '.join(map(str, v))}" for k, v in cover.filters[side].items()
+            )
             yield f"The {side} recorded only {chosen}."
 
 
@@ -357,6 +433,7 @@ def _origin_object(origin: Origin) -> dict[str, Any]:
         "call_index": d.key.get("call_index"),
         "name": d.key.get("name"),
         "event_index": d.event_index,
+        "phase": d.key.get("phase"),
         "only_in": d.only_in,
         "relative_error": abs(factor - 1) if factor is not None else error,
         "tolerance": None if change is None else change.tolerance,
@@ -368,10 +445,15 @@ def _origin_object(origin: Origin) -> dict[str, Any]:
 def _cover_object(cover: Cover) -> dict[str, Any]:
     return {
         "ranks": list(cover.ranks),
-        "steps": list(cover.steps),
+        "steps": sorted({step for own in cover.steps.values() for step in own}),
+        "steps_by_rank": {str(r): list(own) for r, own in cover.steps.items()},
         "rows": dict(cover.rows),
         "missing_ranks": {s: list(r) for s, r in cover.missing_ranks.items()},
-        "missing_steps": {s: list(r) for s, r in cover.missing_steps.items()},
+        "missing_steps": {
+            s: {str(r): list(own) for r, own in by_rank.items()}
+            for s, by_rank in cover.missing_steps.items()
+        },
+        "problems": {s: list(p) for s, p in cover.problems.items()},
         "incomplete_ranks": {s: list(r) for s, r in cover.incomplete_ranks.items()},
         "dropped": {s: dict(r) for s, r in cover.dropped.items()},
         "unsummarised": {s: dict(r) for s, r in cover.unsummarised.items()},
