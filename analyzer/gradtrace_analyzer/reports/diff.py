@@ -40,8 +40,8 @@ def explanation(answer: Answer) -> str:
         origin = answer.origins[0]
         return (
             f"The same within rounding: the first bits differ in step {origin.step}, "
-            f"{ranks_phrase(origin.ranks)}, at {_place(origin)}, and nothing differs by more than the "
-            f"tolerance.{_lacking(cover)}"
+            f"{ranks_phrase(origin.ranks)}, at {_place(origin)}, and no output, loss or "
+            f"gradient differs by more than the tolerance.{_lacking(cover)}"
         )
     if not answer.origins:
         names = [f"{e['kind']} {e['name']!r} ({e['only_in']} only)" for e in answer.structure[:4]]
