@@ -77,14 +77,15 @@ class Cover:
 
     @property
     def is_whole(self) -> bool:
-        """Whether both sides recorded the same ranks, each rank the same steps of those that its side has,
-        and nothing of it is lost."""
+        """Whether both sides recorded the same ranks, nothing of it is lost, and no rank stopped before others
+        or was cut off. (A run that was asked to make fewer steps is whole.)"""
         uneven = len({self.steps.get(rank, ()) for rank in self.ranks}) > 1
+        cut_short = uneven or any(self.incomplete_ranks.values())
         return not (
             any(self.missing_ranks.values())
             or any(self.unread.values())
             or any(self.problems.values())
-            or (uneven and any(self.missing_steps.values()))
+            or (cut_short and any(self.missing_steps.values()))
         )
 
 

@@ -88,8 +88,15 @@ class Attribution:
 
         For Nodes that the calling thread made. (None, True) is a Node made outside any module.
         """
-        thread = self._threads.get(threading.get_ident())
+        ident = threading.get_ident()
+        thread = self._threads.get(ident)
         if thread is None or number < thread.first_known:
             return None, False
+        if len(self._threads) > 1 and any(
+            other.first_known <= number < other.numbers[-1]
+            for key, other in self._threads.items()
+            if key != ident
+        ):
+            return None, False  # made on this thread or on another: both have counted that far
         place = bisect.bisect_right(thread.numbers, number) - 1
         return thread.frames[place], True

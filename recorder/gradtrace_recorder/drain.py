@@ -17,6 +17,8 @@ from gradtrace_schemas.batches import arrow_table, write_part
 from gradtrace_schemas.digests import Digests
 from gradtrace_schemas.journal import JOURNAL_TABLES, heads, of_table
 
+_RETRY_SECONDS = 1.0
+
 
 class Drain:
     """Empties full halves of a journal while the job runs, and the rest at the end.
@@ -48,19 +50,20 @@ class Drain:
 
     def _run(self) -> None:
         while True:
-            self._journal.half_is_full.wait()
+            # After a failure (a disk that is full for a while) the journal fills up, and says so no more.
+            self._journal.half_is_full.wait(_RETRY_SECONDS if self._failed else None)
             self._journal.half_is_full.clear()
             ending = self._ending.is_set()
             try:
                 self._drain(all_of_it=ending)
+                self._failed = False
             except Exception as error:
-                # The journal still holds what could not be written, and drops what comes after.
+                # The journal still holds what could not be written; once full it drops what comes after.
                 self._failed = True
                 self._problems.add(
                     f"could not write what was recorded into {self._claim.run}: "
                     f"{type(error).__name__}: {error}; the journal keeps what it has room for"
                 )
-                return
             if ending:
                 return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 
@@ -42,7 +43,10 @@ class Guard:
         self._problems = problems
 
     def failed(self, error: Exception) -> None:
-        """Close the source because of our own error. Raises it again in strict mode."""
+        """Close the source because of our own error. Raises it again in strict mode, and where a signal
+        handler of the job raised it: such an exception came through us by chance."""
+        if is_of_a_signal_handler(error):
+            raise error
         self.is_open = False
         place = traceback.extract_tb(error.__traceback__)
         where = f" at {place[-1].filename.rsplit('/', 1)[-1]}:{place[-1].lineno}" if place else ""
@@ -52,6 +56,22 @@ class Guard:
         )
         if self._problems.strict:
             raise error
+
+
+def is_of_a_signal_handler(error: BaseException) -> bool:
+    """Whether a Python signal handler of the job raised this: a timeout, say, or a DataLoader's watcher."""
+    handlers = set()
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        code = getattr(getattr(handler, "__func__", handler), "__code__", None)
+        if code is not None and handler is not signal.default_int_handler:
+            handlers.add(code)
+    place = error.__traceback__
+    while place is not None:
+        if place.tb_frame.f_code in handlers:
+            return True
+        place = place.tb_next
+    return False
 
 
 def say(text: str) -> None:

@@ -38,6 +38,7 @@ from gradtrace_schemas.journal import (
 HALF_RECORDS = 32_768
 STRINGS_BYTES = 8 << 20
 _MOST_TEXT_BYTES = 64 << 10
+_LONG_TEXT_BYTES = 256
 
 _pack_u64 = struct.Struct("<Q").pack_into
 _U32 = struct.Struct("<I")
@@ -84,7 +85,9 @@ class JournalWriter:
         self._drained = 0
         self._limit = self._places
         self._next_half = half_records
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler of the job may run modules while one of these methods is at work. Hence
+        # what is claimed under it (a number, a place) is claimed before it is filled.
+        self._lock = threading.RLock()
         self._slots: dict[int, int] = {}
         self._depths = [0] * THREAD_SLOTS
         header = np.zeros((), HEADER)
@@ -113,10 +116,10 @@ class JournalWriter:
             if number > self._limit:
                 self._drop(kind)
                 return
+            self._written = number
             offset = self._records_offset + ((number - 1) % self._places) * RECORD_BYTES
             self._pack[kind](self._map, offset + 8, kind, *values, number)
             _pack_u64(self._map, offset, number)
-            self._written = number
             self._counts[kind] += 1
             if number == self._next_half:
                 self._next_half += self.half_records
@@ -162,8 +165,9 @@ class JournalWriter:
 
     @property
     def written(self) -> int:
-        """Number of the newest record."""
-        return self._written
+        """Number of the newest record. Waits for a record that is being written on another thread."""
+        with self._lock:
+            return self._written
 
     @property
     def drained(self) -> int:
@@ -215,17 +219,19 @@ class JournalWriter:
             if text in self._numbers:
                 return self._numbers[text]
             used = self._strings_used
-            if self._limit < 0 or used + 4 + len(data) > self._strings_bytes:
+            # Names come first: long texts, such as hyperparameters that change with each step, leave half.
+            room = self._strings_bytes if len(data) < _LONG_TEXT_BYTES else self._strings_bytes // 2
+            if self._limit < 0 or used + 4 + len(data) > room:
                 self.dropped["names"] += 1
                 return self._no_room
             at = self._strings_offset + used
+            self._strings_used = used + 4 + len(data)
+            self.texts.append(data.decode("utf-8", "replace"))
+            number = self._numbers[text] = len(self.texts) - 1
             _U32.pack_into(self._map, at, len(data))
             self._map[at + 4 : at + 4 + len(data)] = data
-            self._strings_used = used + 4 + len(data)
             self._store("strings_used", self._strings_used)
-            self.texts.append(data.decode("utf-8", "replace"))
-            self._numbers[text] = len(self.texts) - 1
-            return len(self.texts) - 1
+            return number
 
     def _new_slot(self, thread: int) -> int | None:
         with self._lock:

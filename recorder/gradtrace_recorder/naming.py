@@ -55,7 +55,8 @@ class Names:
     def __init__(self) -> None:
         self._modules: dict[int, ModuleName] = {}
         self._roots: list[weakref.ref[nn.Module]] = []
-        self._tensors: dict[int, tuple[weakref.ref[torch.Tensor], ParameterName]] = {}
+        # No weak reference to a tensor: `torch.utils.swap_tensors` refuses one that has any.
+        self._tensors: dict[int, tuple[weakref.ref[nn.Module], str, ParameterName]] = {}
 
     def module(self, module: nn.Module) -> ModuleName | None:
         """The module's place, None for one that no root is known to hold."""
@@ -95,19 +96,19 @@ class Names:
         if root is None:
             return []
         fqns: dict[int, list[str]] = {}
-        found: dict[int, tuple[str, torch.Tensor]] = {}
+        found: dict[int, tuple[str, torch.Tensor, nn.Module, str]] = {}
         for module, fqn in _walk(root):
             for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
                 for own, tensor in tensors.items():
                     if tensor is not None:
                         fqns.setdefault(id(tensor), []).append(f"{fqn}.{own}" if fqn else own)
-                        found.setdefault(id(tensor), (kind, tensor))
+                        found.setdefault(id(tensor), (kind, tensor, module, own))
         named = []
-        for key, (kind, tensor) in found.items():
+        for key, (kind, tensor, module, own) in found.items():
             known = self.tensor(tensor)
             if known is None or (known.root == index and known.fqn != fqns[key][0]):
                 known = ParameterName(index, fqns[key][0], kind, tuple(fqns[key][1:]))
-                self._tensors[key] = (weakref.ref(tensor), known)
+                self._tensors[key] = (weakref.ref(module), own, known)
             if known.root == index:
                 named.append((known, tensor))
         return named
@@ -115,7 +116,13 @@ class Names:
     def tensor(self, tensor: torch.Tensor) -> ParameterName | None:
         """The name of a parameter or buffer, None for one that no root is known to own."""
         known = self._tensors.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else None
+        if known is None:
+            return None
+        module, own, name = known[0](), known[1], known[2]
+        if module is None:
+            return None
+        held = module._parameters.get(own) if name.kind == "parameter" else module._buffers.get(own)
+        return name if held is tensor else None
 
     def _scan(self, root: nn.Module, index: int) -> None:
         for module, fqn in _walk(root):

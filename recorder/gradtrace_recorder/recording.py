@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -46,12 +47,19 @@ class Gate:
         self.settings = settings
         self._open = open_recording
         self._tried = False
+        self._opening = False
+        self._lock = threading.RLock()  # several threads may come first at once
 
     def enter(self) -> Recording | None:
         """The recording, opened now if this is the first event. Never raises unless in strict mode."""
         if self.recording is None and not self._tried:
-            self._tried = True
-            self.recording = self._open()
+            with self._lock:
+                if not self._opening and not self._tried:
+                    self._opening = True
+                    try:
+                        self.recording = self._open()
+                    finally:
+                        self._tried = True
         return self.recording
 
     def shut(self) -> None:

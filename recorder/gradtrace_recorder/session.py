@@ -126,7 +126,7 @@ class _Live:
         )
         timeline = Timeline(settings.steps, settings.step_offset, zero)
         rows = Rows(journal, timeline)
-        summariser = Summariser(journal, settings.summary)
+        summariser = Summariser(journal, settings.summary, strict=settings.strict)
         self.recording = Recording(settings, problems, journal, timeline, summariser, rows)
         timeline.at_end.append(self._write_step)
         self._about = {

@@ -7,6 +7,7 @@ the event that woke it is its first.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from gradtrace_recorder.session import Session
 
 _is_compiling = torch.compiler.is_compiling
+_tracing_state = torch._C._get_tracing_state
 
 
 class Tripwire:
@@ -32,6 +34,7 @@ class Tripwire:
         self._settings = settings
         self._handles: list[RemovableHandle] = []
         self._engine: Any = None
+        self._lock = threading.RLock()  # several threads may come first at once
 
     def set(self) -> None:
         """Put the light hooks in place."""
@@ -47,7 +50,7 @@ class Tripwire:
             """The engine until it is entered."""
 
             def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-                if _is_compiling() or tripwire.spring() is None:
+                if _is_compiling() or _tracing_state() or tripwire.spring() is None:
                     return super().run_backward(*args, **kwargs)
                 return Variable._execution_engine.run_backward(*args, **kwargs)
 
@@ -55,7 +58,11 @@ class Tripwire:
 
     def spring(self) -> Session | None:
         """The session, started now if this is the first event; None where it could not be."""
-        if self.session is None and self._engine is not None:
+        with self._lock:
+            return self.session or self._sprung()
+
+    def _sprung(self) -> Session | None:
+        if self._engine is not None:
             self._clear()
             try:
                 from gradtrace_recorder.session import Session
@@ -87,14 +94,14 @@ class Tripwire:
             self._engine = None
 
     def _module_called(self, module: Any, args: Any) -> None:
-        if _is_compiling():
+        if _is_compiling() or _tracing_state():
             return
         session = self.spring()
         if session is not None:
             session.modules.before(module, args)
 
     def _optimizer_steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if _is_compiling():
+        if _is_compiling() or _tracing_state():
             return
         session = self.spring()
         if session is not None:

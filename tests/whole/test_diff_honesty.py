@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,3 +224,25 @@ def test_shorter_run_is_identical_as_far_as_it_goes_and_says_so(tmp_path: Path) 
     assert answer["verdict"] == "identical"
     assert "steps 0-1." in answer["explanation"]
     assert "the candidate lacks steps 2-3 of rank 0" in answer["explanation"]
+
+
+def test_killed_run_is_not_called_identical_and_its_torn_end_is_no_difference(
+    tmp_path: Path,
+) -> None:
+    good = job(tmp_path / "good")
+    killed = tmp_path / "killed"
+    source = (
+        f"import os, sys; sys.path[:0] = {[p for p in sys.path if p]!r}\n"
+        "from pathlib import Path\n"
+        "from whole.test_diff_honesty import job\n"
+        "def dies(step, net, optimizer):\n"
+        "    if step == 2:\n"
+        "        net[3].register_full_backward_pre_hook(lambda m, g: os._exit(9))\n"
+        f"job(Path({str(killed)!r}), dies)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert done.returncode == 9, done.stderr
+    for answer in (diff(good, killed), diff(killed, good)):
+        assert answer["verdict"] == "incomparable"
+        assert "lacks steps 3 of rank 0" in answer["explanation"]
+        assert answer["first_divergence"] is None

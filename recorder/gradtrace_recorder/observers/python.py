@@ -7,7 +7,9 @@ gradients after ours has run, and a hook's `grad_outputs` is what the Node reall
 
 from __future__ import annotations
 
+import functools
 import itertools
+import resource
 import threading
 import time
 from collections.abc import Sequence
@@ -84,9 +86,21 @@ class PassWatch:
 
     def attach(self, roots: Sequence[Any]) -> None:
         """Walk the graph (no recursion) and hook its Nodes."""
+        try:
+            self._attach(roots)
+        except BaseException:
+            self.close(failed=False)  # an interrupt: nothing of ours stays on a Node or a parameter
+            raise
+
+    def _attach(self, roots: Sequence[Any]) -> None:
         recording = self.recording
         whole = recording.settings.records("nodes")
-        nodes, leaves = _reachable(roots)
+        nodes, leaves, is_cut = _reachable(roots)
+        if is_cut:
+            recording.problems.add(
+                f"a backward graph is deeper than {_most_depth()} Nodes: those further from its root are not "
+                "recorded (Python's view of so long a chain would overflow the stack when it is freed)"
+            )
         self.node_count = len(nodes) + len(leaves)
         for leaf in leaves if self.accumulates else ():  # autograd.grad never runs them
             self._attach_leaf(leaf, whole)
@@ -148,7 +162,8 @@ class PassWatch:
         )
         if named is not None:
             hooks.set_parameter(named)
-        if named is not None and not self.recording.summariser.off:
+        # A leaf may have been frozen after the forward: it takes no hook then.
+        if named is not None and variable.requires_grad and not self.recording.summariser.off:
             handle = variable.register_post_accumulate_grad_hook(hooks.accumulated)
             variable._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)
             self._handles.append(handle)
@@ -273,13 +288,15 @@ class NodeHooks:
         if not watch.guard.is_open or self.parameter is None:
             return
         try:
+            if _graph_task() != watch.task:
+                return
             gradient = parameter.grad
             if gradient is None:
                 return
             recording = watch.recording
             entered = recording.timeline.now()
             summary = recording.summariser.of(gradient)
-            if summary is not None and gradient.layout == torch.strided:
+            if summary is not None and type(gradient) is torch.Tensor:
                 self.local = (gradient.stride(), memory_address(gradient), summary)
             recording.rows.gradient(
                 self.parameter, "local", watch.backward_index, watch.microbatch, gradient, summary
@@ -377,24 +394,41 @@ class NodeHooks:
                 )
 
 
-def _reachable(roots: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[Any]]:
-    """(Nodes with their sequence numbers, AccumulateGrad Nodes) that the engine could run from here."""
+def _reachable(roots: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[Any], bool]:
+    """(Nodes with their sequence numbers, AccumulateGrad Nodes, whether the walk was cut) from the roots.
+
+    A Node that Python has seen is freed recursively (torch 2.13), so a chain of them must not be longer than
+    the stack allows: at that depth the walk ends.
+    """
+    most = _most_depth()
     seen = set(roots)
-    waiting = list(seen)
+    waiting = [(node, 0) for node in seen]
     nodes: list[tuple[int, Any]] = []
     leaves: list[Any] = []
+    is_cut = False
     while waiting:
-        node = waiting.pop()
+        node, depth = waiting.pop()
         number = node._sequence_nr()
         if number == _NO_SEQUENCE_NUMBER and hasattr(node, "variable"):
             leaves.append(node)
             continue
         nodes.append((number, node))
+        if depth == most:
+            is_cut = True
+            continue
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
-                waiting.append(following)
-    return nodes, leaves
+                waiting.append((following, depth + 1))
+    return nodes, leaves, is_cut
+
+
+@functools.cache
+def _most_depth() -> int:
+    """Nodes in a chain that are freed safely: 2,000 for each MiB of stack (one took about 210 bytes)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = 8 << 20 if limit == resource.RLIM_INFINITY else limit
+    return max(1000, 2000 * (stack >> 20))
 
 
 def _present(gradients: Gradients) -> int:

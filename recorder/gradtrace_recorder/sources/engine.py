@@ -19,11 +19,12 @@ from gradtrace_recorder.sources.state import record_gradients
 from gradtrace_recorder.summaries.summariser import unseen
 
 _is_compiling = torch.compiler.is_compiling
+_tracing_state = torch._C._get_tracing_state
 
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.open_passes: list[int] = []
+        self.open_passes: list[_OpenPass] = []
 
 
 class EngineSource:
@@ -51,7 +52,7 @@ class EngineSource:
 
             def run_backward(self, *args: Any, **kwargs: Any) -> Any:
                 run = super().run_backward
-                if _is_compiling() or not source._guard.is_open:
+                if _is_compiling() or _tracing_state() or not source._guard.is_open:
                     return run(*args, **kwargs)
                 return source._run(run, args, kwargs)
 
@@ -95,7 +96,12 @@ class EngineSource:
         timeline.totals.engine_calls = index + 1
         opened = _OpenPass(recording, index, timeline.microbatch, accumulates, top_level)
         open_passes = self._local.open_passes
-        opened.parent = open_passes[-1] if open_passes else None
+        if open_passes:
+            opened.parent = open_passes[-1].index
+            watch = open_passes[-1].watch
+            if watch is not None and watch.task is None:
+                # Called from a hook that ran before the outer pass's first Node: this is its task.
+                watch.task = torch._C._current_graph_task_id()
         if timeline.is_recorded:
             if accumulates and top_level and recording.settings.records_state:
                 self._record_carried(recording, index)
@@ -110,7 +116,7 @@ class EngineSource:
                 backward_index=index,
                 phase="backward" if accumulates else "grad",
             )
-        open_passes.append(index)
+        open_passes.append(opened)
         timeline.engine_depth += 1
         opened.start_ns = timeline.now()
         timeline.totals.recorder_ns += opened.start_ns - entered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from typing import Any
 
@@ -22,6 +23,7 @@ from gradtrace_recorder.summaries.values import Packed, combined
 
 _get_sequence_nr = torch._C._autograd._get_sequence_nr
 _is_compiling = torch.compiler.is_compiling
+_tracing_state = torch._C._get_tracing_state
 
 
 class _Call:
@@ -48,6 +50,30 @@ class _Call:
         if self.last_hook is not None:
             self.last_hook.remove()
             self.last_hook = None
+
+
+class _OwnHooksDone:
+    """The last hook on a module during one call. A copy of the module takes an idle one along."""
+
+    def __init__(self, source: ModuleSource, call: _Call) -> None:
+        self._source = source
+        self._call = call
+
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        # Torch calls a hook that was removed meanwhile without kwargs.
+        kwargs = rest[0] if len(rest) == 2 else {}
+        self._source.own_hooks_done(module, self._call, kwargs, rest[-1])
+
+    def __reduce__(self) -> Any:
+        return _idle_hook, ()
+
+
+def _idle_hook() -> Any:
+    return _idle
+
+
+def _idle(*args: Any, **kwargs: Any) -> None:
+    """What is left of our hook on a copy."""
 
 
 class _ThreadState(threading.local):
@@ -93,7 +119,7 @@ class ModuleSource:
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is about to be called."""
-        if _is_compiling() or not self._guard.is_open:
+        if _is_compiling() or _tracing_state() or not self._guard.is_open:
             return
         try:
             recording = self._gate.enter()
@@ -105,7 +131,7 @@ class ModuleSource:
     def _after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         # (kwargs, output) of a call that returned. Where it raised, torch (2.13, `_call_impl`) calls global
         # hooks without kwargs, also those registered with them.
-        if _is_compiling() or not self._guard.is_open:
+        if _is_compiling() or _tracing_state() or not self._guard.is_open:
             return
         recording = self._gate.recording
         if recording is None:
@@ -123,15 +149,13 @@ class ModuleSource:
         except Exception as error:
             self._guard.failed(error)
 
-    def _after_own_hooks(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def own_hooks_done(self, module: nn.Module, call: _Call, kwargs: Any, output: Any) -> None:
+        """The module's own hooks have run after this call; called for other live calls of it too."""
         recording = self._gate.recording
         if not self._guard.is_open or recording is None:
             return
         try:
-            call = self._innermost(module)
-            if call is not None:
+            if call is self._innermost(module):
                 self._leave(recording, call)
                 self._exit(recording, call, kwargs, output)
         except Exception as error:
@@ -141,7 +165,7 @@ class ModuleSource:
         timeline = recording.timeline
         entered = timeline.now()
         local = self._local
-        if local.stack and local.stack[0].module_id == id(module):
+        if local.stack and local.stack[0].module_id == id(module) and not _is_inside(module):
             # The root again: an exception that no hook saw (KeyboardInterrupt) left its calls behind.
             for left in local.stack:
                 left.forget()
@@ -182,7 +206,8 @@ class ModuleSource:
             call.inputs = recording.summariser.of_all(args)
         if module._forward_hooks:
             # A hook of the job's on the module may replace its output: see what the last of them leaves.
-            call.last_hook = module.register_forward_hook(self._after_own_hooks, with_kwargs=True)
+            hook = _OwnHooksDone(self, call)
+            call.last_hook = module.register_forward_hook(hook, with_kwargs=True)
         stack.append(call)
         call.start_ns = timeline.now()
         timeline.totals.recorder_ns += call.start_ns - entered
@@ -313,7 +338,18 @@ class ModuleSource:
                     inspect.Parameter.POSITIONAL_OR_KEYWORD,
                 )
                 names = [p.name for p in parameters if p.kind in positional]
-            except (TypeError, ValueError):
+            except (AttributeError, TypeError, ValueError):
                 names = []
             self._signatures[kind] = names
         return names
+
+
+def _is_inside(module: nn.Module) -> bool:
+    """Whether an earlier call of the module is still running on this thread: a recursive one."""
+    frame: Any = sys._getframe()
+    running = 0
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            running += 1
+        frame = frame.f_back
+    return running > 1

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
+from gradtrace_recorder.guard import is_of_a_signal_handler
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_recorder.summaries.torch_ops import TorchSummary
 from gradtrace_recorder.summaries.values import Packed, combined, unread
-from gradtrace_schemas.journal import MAX_DIMENSIONS
+from gradtrace_schemas.journal import MAX_DIMENSIONS, NULL_BOOL
 from gradtrace_schemas.summary import STATE_FULL, STATE_NORMS
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -28,9 +31,10 @@ class Summariser:
     `of` may be called in any hook, on any thread that runs Python.
     """
 
-    def __init__(self, journal: JournalWriter, summary: str) -> None:
+    def __init__(self, journal: JournalWriter, summary: str, *, strict: bool = False) -> None:
         self.off = summary == "off"
         self.unsummarised: collections.Counter[str] = collections.Counter()
+        self._strict = strict
         self._norms_only = summary == "norms"
         self._state = STATE_NORMS if self._norms_only else STATE_FULL
         self._journal = journal
@@ -45,13 +49,19 @@ class Summariser:
         reason = _unreadable(tensor)
         if reason is not None:
             return self._unread(tensor, reason)
-        with unseen(), torch.no_grad():
-            if type(tensor) in _PLAIN and tensor.layout == torch.strided:
-                return self._strided(tensor)
-            parts = _dense_parts(tensor)
-            if parts is None:
-                return self._unread(tensor, f"subclass {type(tensor).__name__}")
-            return combined([self._strided(part) for part in parts])
+        try:
+            with unseen(), torch.no_grad():
+                if type(tensor) in _PLAIN and tensor.layout == torch.strided:
+                    return self._strided(tensor)
+                parts = _dense_parts(tensor)
+                if parts is not None:
+                    return combined([self._strided(part) for part in parts])
+            return self._unread(tensor, f"subclass {type(tensor).__name__}")
+        except Exception as error:
+            # One odd tensor is one summary less, not the end of its source.
+            if self._strict or is_of_a_signal_handler(error):
+                raise
+            return self._unread(tensor, f"{tensor.dtype} {tensor.layout}: {type(error).__name__}")
 
     def of_gradient(self, gradient: torch.Tensor) -> Packed | None:
         """The same inside a backward pass, where a gradient is often handed on unchanged.
@@ -101,9 +111,9 @@ class Summariser:
         self.unsummarised[reason] += 1
         try:
             numel = tensor.numel()
-        except Exception:
+        except (ValueError, RuntimeError):
             numel = 0
-        return unread(numel, self._dtype(tensor.dtype))
+        return unread(numel if type(numel) is int else 0, self._dtype(tensor.dtype))
 
     def _dtype(self, dtype: torch.dtype) -> int:
         number = self._dtypes.get(dtype)
@@ -114,36 +124,61 @@ class Summariser:
 
 def shape_fields(tensor: torch.Tensor) -> tuple[int, ...]:
     """A shape as the journal packs it: how many sizes, then eight of them."""
-    sizes = tuple(tensor.shape)[:MAX_DIMENSIONS]
+    try:
+        sizes = tuple(tensor.shape)[:MAX_DIMENSIONS]
+    except RuntimeError:  # not yet initialised: a lazy module's parameter
+        sizes = ()
+    if not all(type(size) is int for size in sizes) or is_lazy(tensor):
+        # Reading a symbolic size would fix it.
+        return (NULL_BOOL, *(0,) * MAX_DIMENSIONS)
     return (len(sizes), *sizes, *(0,) * (MAX_DIMENSIONS - len(sizes)))
 
 
-def named_tensors(values: Any, name: str = "", depth: int = 0) -> list[tuple[str, torch.Tensor]]:
+# Of a nested argument so many items are looked at: a list of a million numbers holds no tensors to record.
+_MOST_ITEMS = 4096
+
+
+def named_tensors(values: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
     """The tensors in nested tuples, lists, mappings and dataclasses, with dotted names, in order."""
     if isinstance(values, torch.Tensor):
         return [(name, values)]
-    if depth > 6 or isinstance(values, str | bytes | int | float | bool | type(None)):
-        return []
     found: list[tuple[str, torch.Tensor]] = []
-    for key, value in _items(values):
-        found += named_tensors(value, f"{name}.{key}" if name else str(key), depth + 1)
+    waiting: list[tuple[str, Any]] = [(name, values)]
+    seen: set[int] = set()
+    looked_at = 0
+    while waiting and looked_at < _MOST_ITEMS:
+        looked_at += 1
+        name, value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found.append((name, value))
+        elif (
+            not isinstance(value, str | bytes | int | float | type(None)) and id(value) not in seen
+        ):
+            items = _items(value)
+            if items:
+                seen.add(id(value))
+                named = [(f"{name}.{key}" if name else str(key), item) for key, item in items]
+                waiting += reversed(named)
     return found
 
 
 def _items(values: Any) -> list[tuple[Any, Any]]:
     if isinstance(values, tuple | list):
         names: Sequence[Any] = getattr(values, "_fields", range(len(values)))
-        return list(zip(names, values, strict=True))
+        return list(itertools.islice(zip(names, values, strict=False), _MOST_ITEMS))
     if isinstance(values, collections.abc.Mapping):
-        return list(values.items())
+        return list(itertools.islice(values.items(), _MOST_ITEMS))
     fields = getattr(type(values), "__dataclass_fields__", None)
     return [(key, getattr(values, key, None)) for key in fields] if fields else []
 
 
 def _unreadable(tensor: torch.Tensor) -> str | None:
     """Why a tensor's values cannot be read here, or None where they can."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    functorch = torch._C._functorch
+    if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor):
         return "functorch wrapper"
+    if is_lazy(tensor):
+        return "not yet initialised"
     if tensor.device.type != "cpu":
         # A device's values come with the device summaries: reading them here would synchronise.
         return f"on {tensor.device.type}"
@@ -152,7 +187,18 @@ def _unreadable(tensor: torch.Tensor) -> str | None:
         return "fake tensor"
     if torch._C._get_tracing_state() is not None:
         return "tracing"
+    if type(tensor) in _PLAIN and tensor.layout == torch.strided and _is_freed(tensor):
+        return "freed storage"
     return None
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether its storage is smaller than what it spans: resized to nothing, as sharding does to parameters."""
+    size = tensor.untyped_storage().nbytes()
+    if size >= tensor.nbytes + tensor.storage_offset() * tensor.itemsize or not tensor.numel():
+        return False
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return size < (tensor.storage_offset() + last + 1) * tensor.itemsize
 
 
 def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:

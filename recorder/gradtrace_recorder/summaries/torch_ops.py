@@ -103,7 +103,7 @@ class TorchSummary:
         if count == 0:
             return 0.0, 0.0, 0.0, 0, 0, 0, NO_LANES
         if place + count <= CHUNK:
-            parts = [self._row(tensor.reshape(-1), chunk, place)]
+            parts = [self._row(_flat(tensor), chunk, place)]
         else:
             parts = [
                 self._row(flat, *divmod(at, CHUNK))
@@ -222,7 +222,7 @@ def _pieces(tensor: torch.Tensor, at: int) -> Iterator[tuple[torch.Tensor, int]]
 def _contiguous(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor in logical order as flat contiguous tensors; none but a contiguous one exceeds a block."""
     if tensor.is_contiguous() or tensor.numel() <= BLOCK:
-        yield tensor.reshape(-1)
+        yield _flat(tensor)
         return
     row = tensor.numel() // tensor.shape[0]
     if row > BLOCK:
@@ -231,7 +231,13 @@ def _contiguous(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     count = max(1, BLOCK // row)
     for start in range(0, tensor.shape[0], count):
-        yield tensor[start : start + count].reshape(-1)
+        yield _flat(tensor[start : start + count])
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """One dimension, stride 1: a single element, or an expanded one, may have another."""
+    flat = tensor.reshape(-1)
+    return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
 def _finite(flat: torch.Tensor) -> tuple[torch.Tensor, float, int, int]:
