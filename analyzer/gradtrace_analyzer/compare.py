@@ -167,7 +167,8 @@ def _nothing_to_compare(
 
 
 def _held(numbers: Sequence[int] | Mapping[int, Any], what: str = "rank") -> str:
-    return f"{what}s {spans(numbers)}" if numbers else f"no {what}"
+    plural = "s" if len(numbers) > 1 else ""
+    return f"{what}{plural} {spans(numbers)}" if numbers else f"no {what}"
 
 
 def _not_whole(cover: Cover) -> str:

@@ -244,5 +244,5 @@ def test_killed_run_is_not_called_identical_and_its_torn_end_is_no_difference(
     assert done.returncode == 9, done.stderr
     for answer in (diff(good, killed), diff(killed, good)):
         assert answer["verdict"] == "incomparable"
-        assert "lacks steps 3 of rank 0" in answer["explanation"]
+        assert "lacks step 3 of rank 0" in answer["explanation"]
         assert answer["first_divergence"] is None

@@ -83,6 +83,9 @@ class PassWatch:
         self.task: int | None = None
         self.running: dict[int, NodeHooks] = {}
         self._handles: list[RemovableHandle] = []
+        self._hooked_leaves: list[
+            torch.Tensor
+        ] = []  # as long as the graph holds them too: one pass
 
     def attach(self, roots: Sequence[Any]) -> None:
         """Walk the graph (no recursion) and hook its Nodes."""
@@ -135,6 +138,11 @@ class PassWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for leaf in self._hooked_leaves:
+            if not leaf._post_accumulate_grad_hooks:
+                # An empty table left behind would keep hooks of the job from working after a swap of tensors.
+                leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        self._hooked_leaves.clear()
         self.recording.summariser.forget()
         culprit: tuple[int | None, int, int, int, int] = (
             None, NULL_STRING, NULL_INT32, NULL_STRING, NULL_INT32,
@@ -167,6 +175,7 @@ class PassWatch:
             handle = variable.register_post_accumulate_grad_hook(hooks.accumulated)
             variable._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)
             self._handles.append(handle)
+            self._hooked_leaves.append(variable)
         if whole:
             self._hook(node, hooks)
 
@@ -213,7 +222,7 @@ class NodeHooks:
         self.mutable_before: Packed | None = None
         self.local: tuple[tuple[int, ...], int, Packed] | None = None
         self.index = -1
-        self.own_ns = 0
+        self.start = self.thread = self.own_ns = 0
 
     def set_parameter(self, named: ParameterName) -> None:
         """The Node accumulates this parameter: it is named by it, not by an interval."""

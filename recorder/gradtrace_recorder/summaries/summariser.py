@@ -50,9 +50,11 @@ class Summariser:
         if reason is not None:
             return self._unread(tensor, reason)
         try:
-            with unseen(), torch.no_grad():
+            with unseen():
                 if type(tensor) in _PLAIN and tensor.layout == torch.strided:
+                    # Detached, and so without `no_grad`, which a signal handler of the job would see.
                     return self._strided(tensor)
+            with unseen(), torch.no_grad():
                 parts = _dense_parts(tensor)
                 if parts is not None:
                     return combined([self._strided(part) for part in parts])
