@@ -39,7 +39,6 @@ class Timeline:
         self.step = first_step
         self.microbatch = 0
         self.totals = StepTotals()
-        self.engine_depth = 0
         self.paused = False
         self.at_begin: list[Callable[[], None]] = []
         self.at_end: list[Callable[[], None]] = []
@@ -86,10 +85,10 @@ class Timeline:
             self._end_after_backward = False
             self._ended = True
 
-    def optimizer_stepped(self) -> None:
+    def optimizer_stepped(self, *, inside_backward: bool = False) -> None:
         """An optimizer step, or GradScaler's, has returned."""
         self.totals.end_ns = self.now()
-        if self.engine_depth:
+        if inside_backward:
             self._end_after_backward = True
         elif self._begun:
             self._ended = True

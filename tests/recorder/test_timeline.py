@@ -44,11 +44,9 @@ def test_backward_passes_count_microbatches() -> None:
 def test_optimizer_step_inside_backward_ends_the_step_with_the_pass() -> None:
     line = timeline()
     line.activity()
-    line.engine_depth = 1
-    line.optimizer_stepped()
+    line.optimizer_stepped(inside_backward=True)
     line.activity()
     assert line.step == 0
-    line.engine_depth = 0
     line.backward_done()
     line.activity()
     assert line.step == 1

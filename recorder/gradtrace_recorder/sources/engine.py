@@ -15,7 +15,7 @@ from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.observers.python import PassWatch, PythonObserver
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.sources.ddp import Reductions
-from gradtrace_recorder.sources.state import record_gradients
+from gradtrace_recorder.sources.state import inside_backward, record_gradients
 from gradtrace_recorder.summaries.summariser import unseen
 
 _is_compiling = torch.compiler.is_compiling
@@ -89,7 +89,7 @@ class EngineSource:
         timeline = recording.timeline
         entered = timeline.now()
         accumulates = bool(_argument("accumulate_grad", 6, args, kwargs, False))
-        top_level = timeline.engine_depth == 0
+        top_level = not inside_backward()
         if top_level:
             timeline.activity()
         index = timeline.totals.engine_calls
@@ -117,7 +117,6 @@ class EngineSource:
                 phase="backward" if accumulates else "grad",
             )
         open_passes.append(opened)
-        timeline.engine_depth += 1
         opened.start_ns = timeline.now()
         timeline.totals.recorder_ns += opened.start_ns - entered
         return opened
@@ -127,7 +126,6 @@ class EngineSource:
         timeline = recording.timeline
         end = timeline.now()
         self._local.open_passes.pop()
-        timeline.engine_depth -= 1
         try:
             if opened.watch is not None:
                 self._write(opened, end, error)

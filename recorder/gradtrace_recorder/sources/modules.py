@@ -17,7 +17,11 @@ from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ModuleName, unwrapped
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.sources.ddp import Reductions
-from gradtrace_recorder.sources.state import record_parameters_before, rng_fingerprint
+from gradtrace_recorder.sources.state import (
+    inside_backward,
+    record_parameters_before,
+    rng_fingerprint,
+)
 from gradtrace_recorder.summaries.summariser import named_tensors
 from gradtrace_recorder.summaries.values import Packed, combined
 
@@ -191,7 +195,8 @@ class ModuleSource:
         if not timeline.is_recorded:
             stack.append(call)
             return
-        phase = "recompute" if timeline.engine_depth else "forward" if grad_mode else "no_grad"
+        in_backward = inside_backward()
+        phase = "recompute" if in_backward else "forward" if grad_mode else "no_grad"
         call.microbatch = timeline.microbatch
         call.phase = self._phase(recording, phase)
         index = self._call_index(recording, name, phase)
@@ -200,7 +205,7 @@ class ModuleSource:
             recording.attribution.mark(_get_sequence_nr(), call.frame)
         if name.wraps and grad_mode and recording.settings.records_state:
             self._reductions.forward_begins(module)
-        if not stack and timeline.engine_depth == 0:
+        if not stack and not in_backward:
             self._record_inputs(recording, module, name, index, args)
         if self._is_row(recording, name):
             call.inputs = recording.summariser.of_all(args)
@@ -252,7 +257,7 @@ class ModuleSource:
                 self._with_kwargs(recording, call.inputs, kwargs),
                 recording.summariser.of_all(output),
             )
-        if not stack and timeline.engine_depth == 0:
+        if not stack and not inside_backward():
             for key, tensor in named_tensors(kwargs):
                 summary = recording.summariser.of(tensor)
                 recording.rows.input(name.root, frame.call_index, key, tensor, summary)
@@ -267,9 +272,7 @@ class ModuleSource:
     ) -> RootCall | None:
         """What a call from outside any module begins: perhaps a step; the root's parameters once in it."""
         timeline = recording.timeline
-        trains = (
-            grad_mode and timeline.engine_depth == 0 and next(module.parameters(), None) is not None
-        )
+        trains = grad_mode and not inside_backward() and next(module.parameters(), None) is not None
         if not trains:
             return None
         timeline.activity()

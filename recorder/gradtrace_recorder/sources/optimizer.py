@@ -16,7 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.recording import Gate, Recording
-from gradtrace_recorder.sources.state import record_gradients, record_parameters_after
+from gradtrace_recorder.sources.state import (
+    inside_backward,
+    record_gradients,
+    record_parameters_after,
+)
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -115,7 +119,7 @@ class OptimizerSource:
             if timeline.is_recorded and recording.settings.records_state:
                 record_parameters_after(recording, self._not_yet_after(recording, optimizer))
             timeline.totals.recorder_ns += timeline.now() - ended
-            timeline.optimizer_stepped()
+            timeline.optimizer_stepped(inside_backward=inside_backward())
         except Exception as error:
             self._guard.failed(error)
 
@@ -126,7 +130,7 @@ class OptimizerSource:
         try:
             if skipped:
                 recording.timeline.totals.skipped = True
-                recording.timeline.optimizer_stepped()
+                recording.timeline.optimizer_stepped(inside_backward=inside_backward())
         except Exception as error:
             self._guard.failed(error)
 

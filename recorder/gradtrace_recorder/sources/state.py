@@ -43,6 +43,11 @@ def record_gradients(
             recording.rows.gradient(name, point, backward_index, microbatch, gradient, summary)
 
 
+def inside_backward() -> bool:
+    """Whether the calling thread is running a Node, or a hook of one, of some backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def rng_fingerprint(recording: Recording) -> int | None:
     """Fingerprint of the CPU generator's state, which reading does not change."""
     with unseen():
