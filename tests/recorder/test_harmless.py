@@ -121,10 +121,11 @@ m(x).sum().backward(); m2(x)
 signal.signal(signal.SIGALRM, handler)
 until = time.time() + 4
 while time.time() < until:
-    signal.setitimer(signal.ITIMER_REAL, 0.002 + random.random() * 0.004)
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.002 + random.random() * 0.004)
         end = time.time() + 0.05
         while time.time() < end: m(x).sum().backward()
+        signal.setitimer(signal.ITIMER_REAL, 0)
     except TimedOut: caught += 1
 signal.setitimer(signal.ITIMER_REAL, 0)
 print(runs > 20, caught == runs if {raises} else caught == 0)
