@@ -35,6 +35,9 @@ class Drain:
         self._next_part: collections.Counter[str] = collections.Counter()
         self._ending = threading.Event()
         self._failed = False
+        self._prepared: dict[str, npt.NDArray[Any]] | None = (
+            None  # what a failed drain has yet to write
+        )
         self._thread = threading.Thread(target=self._run, name="gradtrace-drain", daemon=True)
 
     def start(self) -> None:
@@ -79,20 +82,24 @@ class Drain:
             journal.mark_drained(last)
 
     def _write(self, records: npt.NDArray[np.uint8], last: int) -> None:
-        numbers, kinds = heads(records)
-        by_table: dict[str, npt.NDArray[Any]] = {
-            table.name: of_table(records, kinds, numbers, table) for table in JOURNAL_TABLES
-        }
-        self._digests.take(by_table, self._journal.texts)
+        """Write one part for each table. Called again for the same records after a failure, it goes on where
+        that one stopped: no row is written twice, none counts twice in a digest."""
+        if self._prepared is None:
+            numbers, kinds = heads(records)
+            self._prepared = {
+                table.name: of_table(records, kinds, numbers, table) for table in JOURNAL_TABLES
+            }
+            self._digests.take(self._prepared, self._journal.texts)
         claim = self._claim
-        for name, rows in by_table.items():
-            if not len(rows):
-                continue
-            table = TABLES[name]
-            path = layout.part_file(
-                claim.run, name, claim.rank, claim.attempt, self._next_part[name]
-            )
-            write_part(
-                path, table, arrow_table(table, rows, self._journal.texts, claim.attempt), last
-            )
-            self._next_part[name] += 1
+        for name, rows in list(self._prepared.items()):
+            if len(rows):
+                table = TABLES[name]
+                path = layout.part_file(
+                    claim.run, name, claim.rank, claim.attempt, self._next_part[name]
+                )
+                write_part(
+                    path, table, arrow_table(table, rows, self._journal.texts, claim.attempt), last
+                )
+                self._next_part[name] += 1
+            del self._prepared[name]
+        self._prepared = None
