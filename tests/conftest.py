@@ -31,3 +31,12 @@ def nothing_left_behind() -> Iterator[None]:
     assert type(torch.autograd.Variable._execution_engine).__name__ == "_EngineBase"
     assert torch.amp.GradScaler.step.__module__ == "torch.amp.grad_scaler"
     assert not hasattr(torch.amp.GradScaler.step, "__wrapped__")
+    from torch.nn.parallel import DistributedDataParallel
+
+    for wrapped in (
+        vars(torch.distributed)["_register_comm_hook"],
+        vars(torch.distributed)["_register_builtin_comm_hook"],
+        DistributedDataParallel._ddp_init_helper,
+        torch.distributed.algorithms.join.Join.notify_join_context,
+    ):
+        assert not hasattr(wrapped, "__wrapped__"), wrapped

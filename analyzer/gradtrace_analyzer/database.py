@@ -21,7 +21,7 @@ from gradtrace_analyzer.parts import Part
 from gradtrace_analyzer.run import Run
 from gradtrace_schemas import ALL_TABLES
 from gradtrace_schemas.groups import RANKS
-from gradtrace_schemas.table import Table
+from gradtrace_schemas.table import Column, Table
 
 _COPIES = "copied_rows"  # the schema that holds what is copied, out of the way of SHOW TABLES
 _MOST_THREADS = 16
@@ -123,7 +123,8 @@ def _selects(
     columns = prefix + ", ".join(f'"{column.name}"' for column in table.columns)
     parts = [part for of_rank in run.parts[table.name].values() for part in of_rank]
     if parts:
-        yield f"SELECT {columns} FROM {_scan(parts)}"
+        held = prefix + ", ".join(_held(column, run.schema_version) for column in table.columns)
+        yield f"SELECT {held} FROM {_scan(parts)}"
     copied = (
         _ranks_rows(run)
         if table is RANKS
@@ -135,6 +136,14 @@ def _selects(
         connection.execute(f"CREATE TABLE {place} AS FROM arriving")
         connection.unregister("arriving")
         yield f"SELECT {columns} FROM {place}"
+
+
+def _held(column: Column, schema_version: int) -> str:
+    """A column of a part, null where a part of that version has none."""
+    name = f'"{column.name}"'
+    if column.since <= schema_version:
+        return name
+    return f"CAST(NULL AS {_sql_type(column.type)}) AS {name}"
 
 
 def _scan(parts: Sequence[Part]) -> str:

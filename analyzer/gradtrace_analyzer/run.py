@@ -59,6 +59,7 @@ class Run:
     parts: Mapping[str, Mapping[int, tuple[Part, ...]]]
     leftovers: Mapping[str, Mapping[int, pa.Table]]
     journals: Mapping[int, Contents]
+    schema_version: int = SCHEMA_VERSION
     damaged: tuple[DamagedPart, ...] = ()
     notices: tuple[str, ...] = ()
 
@@ -110,6 +111,7 @@ def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
         parts=by_table,
         leftovers=_leftovers(contents, by_table),
         journals=contents,
+        schema_version=_schema_version(about, run_info),
     )
     damage = [d for d in damaged if d.part.attempt == chosen]
     notices = tuple(_notices(run, recorded, damage, journals))
@@ -154,6 +156,12 @@ def _require_known_schema(place: Path, version: object) -> None:
             f"{place} was written with schema {version}, this gradtrace reads up to "
             f"{SCHEMA_VERSION}; install a newer one"
         )
+
+
+def _schema_version(*sources: Mapping[str, Any]) -> int:
+    """That of the first source that says one; a run that lost its json is read as of today's."""
+    said = (source.get("schema_version") for source in sources)
+    return next((version for version in said if isinstance(version, int)), SCHEMA_VERSION)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

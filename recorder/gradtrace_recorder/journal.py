@@ -22,6 +22,7 @@ from gradtrace_schemas.journal import (
     FORMAT_VERSION,
     HEADER,
     HEADER_BYTES,
+    HELD_PLACES,
     JOURNAL_TABLES,
     KINDS,
     MAGIC,
@@ -70,7 +71,8 @@ class JournalWriter:
         self.texts: list[str] = []
         self._numbers: dict[str, int] = {}
         self._running_offset = HEADER_BYTES
-        self._strings_offset = HEADER_BYTES + THREAD_SLOTS * THREAD.itemsize
+        self._held_offset = HEADER_BYTES + THREAD_SLOTS * THREAD.itemsize
+        self._strings_offset = self._held_offset + HELD_PLACES * RECORD_BYTES
         self._strings_bytes = strings_bytes
         self._strings_used = 0
         page = mmap.PAGESIZE
@@ -90,12 +92,14 @@ class JournalWriter:
         self._lock = threading.RLock()
         self._slots: dict[int, int] = {}
         self._depths = [0] * THREAD_SLOTS
+        self._free_places = list(range(HELD_PLACES))
         header = np.zeros((), HEADER)
         header["format_version"] = FORMAT_VERSION
         header["schema_version"] = SCHEMA_VERSION
         header["record_bytes"] = RECORD_BYTES
         header["half_records"] = half_records
         header["running_offset"] = self._running_offset
+        header["held_offset"] = self._held_offset
         header["strings_offset"] = self._strings_offset
         header["strings_bytes"] = strings_bytes
         header["records_offset"] = self._records_offset
@@ -124,6 +128,30 @@ class JournalWriter:
             if number == self._next_half:
                 self._next_half += self.half_records
                 self.half_is_full.set()
+
+    def hold(self, kind: int, *values: float | bytes) -> int | None:
+        """Keep a row that `settle` will complete: it is read as it stands where the rank dies before. Its place,
+        None where all are taken."""
+        with self._lock:
+            if self._limit < 0 or not self._free_places:
+                return None
+            place = self._free_places.pop()
+            offset = self._held_offset + place * RECORD_BYTES
+            self._pack[kind](self._map, offset + 8, kind, *values, 0)
+            _pack_u64(self._map, offset, 1)
+            return place
+
+    def settle(self, place: int | None, kind: int, *values: float | bytes) -> None:
+        """Write the complete row in place of a held one."""
+        with self._lock:
+            if place is not None and self._limit >= 0:
+                offset = self._held_offset + place * RECORD_BYTES
+                _pack_u64(self._map, offset + RECORD_BYTES - 8, self._written + 1)
+                self.append(kind, *values)
+                _pack_u64(self._map, offset, 0)
+                self._free_places.append(place)
+            else:
+                self.append(kind, *values)
 
     def string(self, text: str | None) -> int:
         """The number of a text, which is written before its first use."""

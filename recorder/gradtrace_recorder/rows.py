@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from gradtrace_schemas.journal import KINDS, NULL_BOOL, NULL_FLOAT, NULL_INT32, 
 from gradtrace_schemas.steps import DIGEST_LINKS
 
 NODE_EVENTS = KINDS["node_events"]
+_BUCKETS = KINDS["buckets"]
 
 
 class Rows:
@@ -152,6 +154,7 @@ class Rows:
         start_ns: int,
         end_ns: int,
         error: str | None,
+        ddp_sync: str | None,
     ) -> None:
         """A call into the engine that has returned or raised."""
         string = self._journal.string
@@ -170,6 +173,7 @@ class Rows:
             end_ns,
             NULL_INT64,
             string(error),
+            string(ddp_sync),
         )
 
     def gradient(
@@ -194,6 +198,83 @@ class Rows:
             *shape_fields(gradient),
             as_bytes(summary),
         )
+
+    def hold_bucket(
+        self, step: int, microbatch: int, backward_index: int, **fields: Any
+    ) -> int | None:
+        """A bucket whose reduction is under way: kept in case the rank dies. Its place in the journal."""
+        values = self._bucket(**fields, done_ns=None, after=None)
+        return self._journal.hold(_BUCKETS, step, microbatch, backward_index, *values)
+
+    def bucket(
+        self, held: int | None, step: int, microbatch: int, backward_index: int, **fields: Any
+    ) -> None:
+        """A bucket as its backward pass left it."""
+        values = self._bucket(**fields)
+        self._journal.settle(held, _BUCKETS, step, microbatch, backward_index, *values)
+
+    def _bucket(
+        self,
+        *,
+        bucket_index: int,
+        is_last: bool,
+        hook_name: str | None,
+        group: str | None,
+        parameter_fqns: str,
+        size_bytes: int,
+        ready_ns: int | None,
+        launched_ns: int,
+        done_ns: int | None,
+        root: int | None,
+        module_fqn: str | None,
+        kind: str,
+        layout_index: int | None,
+        divisor: int | None,
+        collective_seq: int | None,
+        numel: int,
+        dtype: str,
+        before: Packed | None,
+        after: Packed | None,
+    ) -> tuple[float | bytes, ...]:
+        string = self._journal.string
+        return (
+            bucket_index,
+            int(is_last),
+            string(hook_name),
+            string(group),
+            string(parameter_fqns),
+            size_bytes,
+            _int64(ready_ns),
+            launched_ns,
+            _int64(done_ns),
+            _int32(root),
+            string(module_fqn),
+            string(kind),
+            _int32(layout_index),
+            _int32(divisor),
+            _int64(collective_seq),
+            numel,
+            string(dtype),
+            as_bytes(before),
+            as_bytes(after),
+        )
+
+    def group(
+        self,
+        name: str,
+        ranks: str,
+        backend: str | None,
+        role: str | None,
+        root: int | None,
+        module_fqn: str | None,
+        hook_name: str | None,
+        unobserved: str | None,
+    ) -> None:
+        """A process group, or a module whose gradients are reduced over it."""
+        string = self._journal.string
+        texts = (string(name), string(ranks), string(backend), string(role))
+        reducing = (_int32(root), string(module_fqn), string(hook_name), string(unobserved))
+        self._append("groups", NULL_INT32, *texts, *reducing)
 
     def failure(
         self,
@@ -233,3 +314,11 @@ class Rows:
         self._journal.append(
             KINDS[table], timeline.step, timeline.microbatch, backward_index, *fields
         )
+
+
+def _int32(value: int | None) -> int:
+    return NULL_INT32 if value is None else value
+
+
+def _int64(value: int | None) -> int:
+    return NULL_INT64 if value is None else value

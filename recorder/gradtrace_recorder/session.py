@@ -16,8 +16,9 @@ from typing import Any
 from gradtrace_recorder.guard import Guard, Problems
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.settings import Settings
-from gradtrace_recorder.sources.ddp import Reductions
+from gradtrace_recorder.sources.ddp import DdpSource
 from gradtrace_recorder.sources.engine import EngineSource
+from gradtrace_recorder.sources.fsdp import FsdpSource
 from gradtrace_recorder.sources.modules import ModuleSource
 from gradtrace_recorder.sources.optimizer import OptimizerSource
 
@@ -32,11 +33,12 @@ class Session:
         self.settings = settings
         self.problems = Problems(settings.strict)
         self.gate = Gate(settings, self._open)
-        reductions = Reductions()
-        self.modules = ModuleSource(self.gate, Guard("module source", self.problems), reductions)
+        self._ddp = ddp = DdpSource(self.gate, Guard("DDP source", self.problems))
+        fsdp = FsdpSource(self.gate, Guard("FSDP source", self.problems), ddp)
+        self.modules = ModuleSource(self.gate, Guard("module source", self.problems), ddp, fsdp)
         self.optimizers = OptimizerSource(self.gate, Guard("optimizer source", self.problems))
-        engine = EngineSource(self.gate, Guard("backward source", self.problems), reductions)
-        self._sources = (self.modules, engine, self.optimizers)
+        engine = EngineSource(self.gate, Guard("backward source", self.problems), ddp)
+        self._sources = (ddp, fsdp, self.modules, engine, self.optimizers)
         self._live: _Live | None = None
         self._pid = os.getpid()
 
@@ -49,6 +51,8 @@ class Session:
 
     def stop(self, timeout: float = EXIT_SECONDS) -> None:
         """Remove every hook, drain what is left, close the recording. Calling it again does nothing."""
+        if os.getpid() == self._pid:
+            self._ddp.finish()
         for source in self._sources:
             source.detach()
         atexit.unregister(self.stop)

@@ -17,6 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradtrace_recorder.guard import say
+from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.settings import Settings
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Tripwire:
             torch_optimizer.register_optimizer_step_pre_hook(self._optimizer_steps),
         ]
         self._engine = Variable._execution_engine
+        RELAYS.attach()
         tripwire = self
 
         class WaitingEngine(type(self._engine)):  # type: ignore[misc]
@@ -84,6 +86,7 @@ class Tripwire:
         session, self.session = self.session, None
         if session is not None:
             session.stop(timeout)
+        RELAYS.detach()
 
     def _clear(self) -> None:
         for handle in self._handles:

@@ -7,7 +7,9 @@ from gradtrace_schemas.steps import GRADIENTS, OPTIMIZER_GROUPS, PARAMETERS, STE
 from gradtrace_schemas.table import Table
 
 # 1  the first: all tables below.
-SCHEMA_VERSION = 1
+# 2  buckets are recorded: their root, module, kind, layout, divisor, collective number, numel and dtype, and their
+#    digest in steps; groups name the DDP module that reduces over them; backward_passes say how DDP was called.
+SCHEMA_VERSION = 2
 
 # The order is that of a step; the position of a table is the kind of its journal records, so append only.
 ALL_TABLES: tuple[Table, ...] = (

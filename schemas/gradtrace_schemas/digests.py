@@ -24,6 +24,7 @@ _TABLE_OF = {
     "backward": "node_events",
     "gradients": "gradients",
     "optimizer": "parameters",
+    "buckets": "buckets",
 }
 
 

@@ -8,20 +8,29 @@ from gradtrace_schemas.table import (
     INT32,
     INT64,
     MICROBATCH,
+    MODULE_FQN,
     RANK,
     RECORD_INDEX,
+    ROOT,
     STRING,
     STRINGS,
     Column,
     SummaryColumns,
     Table,
+    nullable,
+    since,
+)
+
+_REDUCING_ROOT = nullable(ROOT, "Root of the module whose gradients it reduces.")
+_REDUCING_MODULE = nullable(
+    MODULE_FQN, "That module: what DDP (or `replicate`, `fully_shard`) wraps; empty for the root."
 )
 
 BUCKETS = Table(
     name="buckets",
-    version=1,
-    doc="One row per DDP gradient bucket of a backward pass.",
-    key=("attempt", "rank", "step", "backward_index", "bucket_index"),
+    version=2,
+    doc="One row per gradient bucket that was reduced: of DDP, or a parameter group of FSDP2.",
+    key=("attempt", "rank", "step", "backward_index", "root", "module_fqn", "bucket_index"),
     entries=(
         *IDENTITY,
         MICROBATCH,
@@ -31,13 +40,54 @@ BUCKETS = Table(
             "bucket_index", INT32, "DDP's own number; buckets are rebuilt after the first pass."
         ),
         Column("is_last", BOOL, "Whether DDP calls it the last of the pass."),
-        Column("hook_name", STRING, "The communication hook that reduced it.", True),
+        Column(
+            "hook_name",
+            STRING,
+            "The communication hook that reduced it: module and name, torch's own without "
+            "`torch.distributed.algorithms.ddp_comm_hooks.`; null for DDP's own reduction.",
+            nullable=True,
+        ),
         Column("group", STRING, "Name of the process group.", True),
         Column("parameter_fqns", STRINGS, "Its parameters, in buffer order."),
         Column("size_bytes", INT64, "Size of the flat buffer."),
         Column("ready_ns", INT64, "Its first gradient was ready.", True),
         Column("launched_ns", INT64, "Its hook was called."),
         Column("done_ns", INT64, "Its future was done; null when that was never seen.", True),
+        since(2, _REDUCING_ROOT),
+        since(2, _REDUCING_MODULE),
+        Column(
+            "kind",
+            STRING,
+            "`all_reduce` (DDP's), `shadow` (of zeros, by a rank whose inputs ran out under `join`), "
+            "`reduce_scatter` (FSDP2's).",
+            nullable=True,
+            since=2,
+        ),
+        Column(
+            "layout_index",
+            INT32,
+            "Which arrangement of parameters into buckets it belongs to, from 0: DDP rebuilds them after the "
+            "first pass.",
+            nullable=True,
+            since=2,
+        ),
+        Column(
+            "divisor",
+            INT32,
+            "What the recorder divided by on DDP's behalf; null where a hook of the job reduced.",
+            nullable=True,
+            since=2,
+        ),
+        Column(
+            "collective_seq",
+            INT64,
+            "c10d's number of the group's latest collective when the hook had returned: what ranks reduced "
+            "together has the same.",
+            nullable=True,
+            since=2,
+        ),
+        Column("numel", INT64, "Elements of the flat buffer.", nullable=True, since=2),
+        Column("dtype", STRING, "dtype of the flat buffer.", nullable=True, since=2),
         SummaryColumns("before_", "The buffer that went into the reduction"),
         SummaryColumns("after_", "The buffer that came out of it"),
     ),
@@ -45,9 +95,9 @@ BUCKETS = Table(
 
 GROUPS = Table(
     name="groups",
-    version=1,
-    doc="One row per process group that a rank belongs to.",
-    key=("attempt", "rank", "name"),
+    version=2,
+    doc="One row per process group that a rank belongs to, and one per module whose gradients are reduced over it.",
+    key=("attempt", "rank", "name", "root", "module_fqn"),
     entries=(
         *IDENTITY,
         MICROBATCH,
@@ -56,6 +106,22 @@ GROUPS = Table(
         Column("ranks", STRING, "Global ranks, as a JSON list."),
         Column("backend", STRING, "Backend.", True),
         Column("role", STRING, "`dp`, `tp` or `pp`, where it is known.", True),
+        since(2, _REDUCING_ROOT),
+        since(2, _REDUCING_MODULE),
+        Column(
+            "hook_name",
+            STRING,
+            "The communication hook in use, as in `buckets`; null for DDP's own.",
+            nullable=True,
+            since=2,
+        ),
+        Column(
+            "unobserved",
+            STRING,
+            "Why the reductions of this module are not recorded; null where they are.",
+            nullable=True,
+            since=2,
+        ),
     ),
 )
 

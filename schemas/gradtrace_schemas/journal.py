@@ -2,12 +2,17 @@
 
 A journal is one file:
 
-    header (4 KiB) | what is running, per thread | strings | half 0 of the records | half 1
+    header (4 KiB) | what is running, per thread | what is held | strings | half 0 of the records | half 1
 
 Every record has the same size. Its first word is its number, from 1, written after all the rest, of which the
 last word is the number again: a record whose two words differ was being written when the process died. A
 record's place is (number - 1) modulo the count of places, so numbers tell which of them are new. The header's
 `drained` says up to which record everything lies in parts; only such records are ever overwritten.
+
+A row that something later will complete (a bucket, launched and not yet reduced) is *held*: it lies in one of
+a few places of its own, so that a rank killed meanwhile has not lost it. A held record's first word says that the
+place is in use. When it is settled, its last word gets the number of the record that replaces it, that record is
+written, and the place is cleared: of a held record and its replacement one alone is read, whenever the rank dies.
 
 A record's fields follow from its table's columns, so a new table needs no code here: text is the number of a
 string, null is the least integer (of strings the largest, of booleans 255, of floats one certain NaN).
@@ -25,11 +30,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from gradtrace_schemas.catalogue import ALL_TABLES
+from gradtrace_schemas.catalogue import ALL_TABLES, SCHEMA_VERSION
 from gradtrace_schemas.table import SHAPE, SKETCH_LANES, STRING, STRINGS, Column, Table
 
 MAGIC = b"GRADTRCE"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HEADER_BYTES = 4096
 
 NULL_STRING = 2**32 - 1
@@ -49,6 +54,7 @@ HEADER = np.dtype(
         ("record_bytes", "<u4"),
         ("half_records", "<u4"),
         ("running_offset", "<u8"),
+        ("held_offset", "<u8"),
         ("strings_offset", "<u8"),
         ("strings_bytes", "<u8"),
         ("records_offset", "<u8"),
@@ -91,6 +97,7 @@ SUMMARY = np.dtype(
 _HEAD_COLUMNS = {"step", "microbatch", "backward_index", "record_index", "attempt", "rank"}
 
 THREAD_SLOTS, THREAD_DEPTH = 16, 31
+HELD_PLACES = 64
 RUNNING = np.dtype(
     [
         ("node_name", "<u4"),
@@ -170,7 +177,8 @@ def record_struct(table: Table) -> struct.Struct:
 class Contents:
     """What a journal says: its header, its whole records in order, its strings, what was running.
 
-    `records` is uint8 of shape (n, record size), `numbers` and `kinds` have shape (n,).
+    `records` is uint8 of shape (n, record size), `numbers` and `kinds` have shape (n,). Held records come last,
+    numbered on from the newest.
     """
 
     header: dict[str, Any]
@@ -222,10 +230,11 @@ def read_journal(data: bytes) -> Contents:
     header = {name: raw[name].item() for name in HEADER.names or ()}
     if header["magic"] != MAGIC:
         raise UnreadableJournal("the file does not begin as a journal does")
-    if header["format_version"] != FORMAT_VERSION or header["record_bytes"] != RECORD_BYTES:
+    versions = (header["format_version"], header["schema_version"], header["record_bytes"])
+    if versions != (FORMAT_VERSION, SCHEMA_VERSION, RECORD_BYTES):
         raise UnreadableJournal(
-            f"the journal has format {header['format_version']} with records of "
-            f"{header['record_bytes']} bytes, this version reads {FORMAT_VERSION} with {RECORD_BYTES}"
+            f"the journal has format {versions[0]}, schema {versions[1]} and records of {versions[2]} bytes; this "
+            f"version reads {FORMAT_VERSION}, {SCHEMA_VERSION} and {RECORD_BYTES}: the gradtrace that wrote it reads it"
         )
     strings = _strings(data, header)
     places = 2 * header["half_records"]
@@ -242,15 +251,39 @@ def read_journal(data: bytes) -> Contents:
     known = np.isin(kinds, list(KINDS.values()))
     valid = written & (numbers == closing) & right_place & known
     order = np.argsort(numbers[valid], kind="stable")
+    held = _held(data, header, numbers[valid])
+    held_numbers, held_kinds = heads(held)
     return Contents(
         header=header,
-        records=records[valid][order],
-        numbers=numbers[valid][order],
-        kinds=kinds[valid][order],
+        records=np.concatenate((records[valid][order], held)),
+        numbers=np.concatenate((numbers[valid][order], held_numbers)),
+        kinds=np.concatenate((kinds[valid][order], held_kinds)),
         strings=strings,
         running=_running(data, header),
         torn_count=int((~valid & ((closing > header["drained"]) | written)).sum()),
     )
+
+
+def _held(
+    data: bytes, header: dict[str, Any], valid: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint8]:
+    """The held records that nothing has replaced, numbered on from the newest record."""
+    start = header["held_offset"]
+    whole = max(0, min(HELD_PLACES, (len(data) - start) // RECORD_BYTES))
+    places = np.frombuffer(data, np.uint8, whole * RECORD_BYTES, start if whole else 0)
+    places = places.reshape(-1, RECORD_BYTES)
+    in_use, kinds = heads(places)
+    replaced_by = np.ascontiguousarray(places[:, -8:]).view("<u8").reshape(-1)
+    is_replaced = (replaced_by != 0) & (
+        (replaced_by <= np.uint64(header["drained"])) | np.isin(replaced_by, valid)
+    )
+    held: npt.NDArray[np.uint8] = places[
+        (in_use != 0) & ~is_replaced & np.isin(kinds, list(KINDS.values()))
+    ].copy()
+    newest = max(int(valid.max(initial=0)), header["drained"])
+    numbers = np.arange(newest + 1, newest + 1 + len(held), dtype="<u8")
+    held[:, :8] = numbers.view(np.uint8).reshape(-1, 8)
+    return held
 
 
 def _strings(data: bytes, header: dict[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ _PASS_KEY = ("attempt", "rank", "step", "backward_index")
 
 BACKWARD_PASSES = Table(
     name="backward_passes",
-    version=1,
+    version=2,
     doc="One row per call into the autograd engine: `backward()`, `autograd.grad`, however it is made.",
     key=_PASS_KEY,
     entries=(
@@ -52,6 +52,14 @@ BACKWARD_PASSES = Table(
         END_NS,
         Column("device_ns", INT64, "Time on the device, where events were recorded.", True),
         Column("error", STRING, "Type and text of the exception that left it.", True),
+        Column(
+            "ddp_sync",
+            STRING,
+            "How the DDP models in front of it were called: `sync` (it reduces), `no_sync`, `bypassed` (the "
+            "inner module was called past its wrapper); null where no DDP model was.",
+            nullable=True,
+            since=2,
+        ),
     ),
 )
 

@@ -21,7 +21,8 @@ from gradtrace_schemas.table import (
 )
 
 # The links whose rows are folded into a digest per step; the order is that of the step itself.
-DIGEST_LINKS = ("parameters", "inputs", "forward", "backward", "gradients", "optimizer")
+DIGEST_LINKS = ("parameters", "inputs", "forward", "backward", "gradients", "optimizer", "buckets")
+_DIGESTS_SINCE = {"buckets": 2}
 
 
 def _digest(link: str) -> Column:
@@ -31,12 +32,13 @@ def _digest(link: str) -> Column:
         f"Hash over order and fingerprint of the step's {link} rows; null where they lack fingerprints.",
         True,
         "plain",
+        _DIGESTS_SINCE.get(link, 1),
     )
 
 
 STEPS = Table(
     name="steps",
-    version=1,
+    version=2,
     doc="One row per optimizer step of a rank.",
     key=("attempt", "rank", "step"),
     entries=(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -25,13 +25,17 @@ BOOL = pa.bool_()
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its Arrow type, what it means, and the unit where its name does not say it."""
+    """One column: its Arrow type, what it means, and the unit where its name does not say it.
+
+    `since` is the schema version that brought it: parts of older runs lack it, and read as null.
+    """
 
     name: str
     type: pa.DataType
     doc: str
     nullable: bool = False
     encoding: Encoding | None = None
+    since: int = 1
 
     @property
     def parquet_encoding(self) -> Encoding:
@@ -166,4 +170,9 @@ IDENTITY = (ATTEMPT, RANK, STEP)
 
 def nullable(column: Column, doc: str | None = None) -> Column:
     """The same column where it may be null, with another explanation if one is given."""
-    return Column(column.name, column.type, doc or column.doc, True, column.encoding)
+    return replace(column, doc=doc or column.doc, nullable=True)
+
+
+def since(version: int, column: Column) -> Column:
+    """The same column, which older schema versions did not have."""
+    return replace(column, since=version)

@@ -1,5 +1,6 @@
 """Opening a run: what is there, what is missing, and that nothing missing stops it."""
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from gradtrace_analyzer.database import connect
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
 from gradtrace_analyzer.run import Run, open_run, ranks_phrase, spans
 from gradtrace_schemas import layout
@@ -232,3 +234,16 @@ def test_numbers_are_told_as_spans() -> None:
     assert spans([9, 0, 1, 2, 8]) == "0-2,8-9"
     assert spans([]) == ""
     assert (ranks_phrase([3]), ranks_phrase([3, 4])) == ("rank 3", "ranks 3-4")
+
+
+def test_a_run_of_the_first_schema_is_read_with_nulls_for_what_came_later() -> None:
+    """Recorded by the version that wrote schema 1: two steps of a linear layer."""
+    run = open_run(Path(__file__).resolve().parents[1] / "data" / "schema-1")
+    assert run.schema_version == 1 and run.notices == ()
+    with contextlib.closing(connect([run])) as connection:
+        found = connection.execute(
+            "SELECT step, backward_count, digest_gradients IS NULL, digest_buckets FROM steps ORDER BY step"
+        ).fetchall()
+        assert found == [(0, 1, False, None), (1, 1, False, None)]
+        passes = connection.execute("SELECT kind, ddp_sync FROM backward_passes").fetchall()
+        assert passes == [("backward", None)] * 2

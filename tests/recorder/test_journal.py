@@ -36,7 +36,7 @@ def writer(path: Path, **sizes: int) -> JournalWriter:
 def append(journal: JournalWriter, step: int, loss: float = 1.5) -> None:
     string = journal.string
     fields = (NULL_INT32, string("backward"), string("MmBackward0"), loss, 7, 0, 5, 6, NULL_INT64)
-    journal.append(KINDS["backward_passes"], step, 0, step % 5, *fields, NULL_STRING)
+    journal.append(KINDS["backward_passes"], step, 0, step % 5, *fields, NULL_STRING, NULL_STRING)
 
 
 def table_of(data: bytes) -> Any:

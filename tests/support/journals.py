@@ -15,6 +15,7 @@ from gradtrace_schemas.journal import (
     FORMAT_VERSION,
     HEADER,
     HEADER_BYTES,
+    HELD_PLACES,
     KINDS,
     MAGIC,
     NULL_BOOL,
@@ -57,7 +58,9 @@ def write_journal(
         records[(number - 1) % places] = np.frombuffer(data, np.uint8)
     threads = _threads(running, strings)
     texts = b"".join(struct.pack("<I", len(t)) + t for t in (s.encode() for s in strings))
-    strings_offset = HEADER_BYTES + THREAD_SLOTS * THREAD.itemsize
+    held = np.zeros((HELD_PLACES, RECORD_BYTES), np.uint8)
+    held_offset = HEADER_BYTES + THREAD_SLOTS * THREAD.itemsize
+    strings_offset = held_offset + held.nbytes
     header = np.zeros((), HEADER)
     values = {
         "magic": MAGIC,
@@ -66,6 +69,7 @@ def write_journal(
         "record_bytes": RECORD_BYTES,
         "half_records": half_records,
         "running_offset": HEADER_BYTES,
+        "held_offset": held_offset,
         "strings_offset": strings_offset,
         "strings_bytes": len(texts),
         "records_offset": strings_offset + len(texts),
@@ -81,7 +85,11 @@ def write_journal(
     path = layout.journal_file(run, rank, attempt)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(
-        header.tobytes().ljust(HEADER_BYTES, b"\0") + threads.tobytes() + texts + records.tobytes()
+        header.tobytes().ljust(HEADER_BYTES, b"\0")
+        + threads.tobytes()
+        + held.tobytes()
+        + texts
+        + records.tobytes()
     )
     return path
 

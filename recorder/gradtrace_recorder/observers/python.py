@@ -12,7 +12,7 @@ import itertools
 import resource
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ _get_sequence_nr = torch._C._autograd._get_sequence_nr
 _get_ident = threading.get_ident
 _clock = time.monotonic_ns
 
+GradientReady = Callable[[torch.Tensor, int], None]
+
 # Stands for the call of a Node that no module made, or whose module cannot be told.
 _NO_MODULE = Frame(NULL_INT32, "", NULL_STRING, NULL_INT32, None, True)
 
@@ -47,10 +49,19 @@ class PythonObserver:
         self._guard = guard
 
     def watch(
-        self, recording: Recording, roots: Sequence[Any], *, backward_index: int, phase: str
+        self,
+        recording: Recording,
+        roots: Sequence[Any],
+        *,
+        backward_index: int,
+        phase: str,
+        gradient_ready: GradientReady | None,
     ) -> PassWatch:
-        """Watch every Node that can be reached from `roots`, until the watch is closed."""
-        watch = PassWatch(recording, self._guard, backward_index, phase)
+        """Watch every Node that can be reached from `roots`, until the watch is closed.
+
+        `gradient_ready` is called with each parameter when its gradient was accumulated, and the time.
+        """
+        watch = PassWatch(recording, self._guard, backward_index, phase, gradient_ready)
         if recording.settings.records("params"):
             watch.attach(roots)
         return watch
@@ -59,10 +70,18 @@ class PythonObserver:
 class PassWatch:
     """One backward pass under watch: its Nodes' hooks, the order in which they ran, what is running."""
 
-    def __init__(self, recording: Recording, guard: Guard, backward_index: int, phase: str) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        guard: Guard,
+        backward_index: int,
+        phase: str,
+        gradient_ready: GradientReady | None,
+    ) -> None:
         timeline, journal = recording.timeline, recording.journal
         self.recording = recording
         self.guard = guard
+        self.gradient_ready = gradient_ready
         self.backward_index = backward_index
         self.step = timeline.step
         self.microbatch = timeline.microbatch
@@ -171,7 +190,8 @@ class PassWatch:
         if named is not None:
             hooks.set_parameter(named)
         # A leaf may have been frozen after the forward: it takes no hook then.
-        if named is not None and variable.requires_grad and not self.recording.summariser.off:
+        is_asked = self.gradient_ready is not None or not self.recording.summariser.off
+        if named is not None and variable.requires_grad and is_asked:
             handle = variable.register_post_accumulate_grad_hook(hooks.accumulated)
             variable._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)
             self._handles.append(handle)
@@ -304,6 +324,10 @@ class NodeHooks:
                 return
             recording = watch.recording
             entered = recording.timeline.now()
+            if watch.gradient_ready is not None:
+                watch.gradient_ready(parameter, entered)
+            if recording.summariser.off:
+                return
             summary = recording.summariser.of(gradient)
             if summary is not None and type(gradient) is torch.Tensor:
                 self.local = (gradient.stride(), memory_address(gradient), summary)

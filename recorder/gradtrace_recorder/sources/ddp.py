@@ -1,40 +1,368 @@
-"""DDP in its first form: the reduced gradients of a backward pass that synchronises."""
+"""DDP: its buckets, as their relays see them, and whether a backward pass was to reduce at all."""
 
 from __future__ import annotations
 
+import json
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
 from torch import nn
 
-from gradtrace_recorder.recording import Recording
-from gradtrace_recorder.sources.state import record_gradients
+from gradtrace_recorder.guard import Guard
+from gradtrace_recorder.recording import Gate, Recording
+from gradtrace_recorder.relays import RELAYS, Relay, hook_name
+from gradtrace_recorder.sources.groups import collective_seq, write_reducing_module
+from gradtrace_recorder.sources.state import inside_backward, record_gradients
 
 
-class Reductions:
-    """Remembers which DDP models will have reduced when the backward pass returns.
+class _Ddp:
+    """What is known of one DDP module. `state` is that of its latest call: its reducer goes by no other."""
 
-    DDP decides at forward: with grad mode on and `require_backward_grad_sync` (off under `no_sync`) it
-    prepares its reducer, which finishes in a callback of the same engine call.
-    Source: torch/nn/parallel/distributed.py, `_pre_forward`.
+    def __init__(self, module: Any) -> None:
+        self.module = weakref.ref(module)
+        # `replicate` calls the reducer from hooks: there is no wrapper's call to see.
+        self.is_called = not isinstance(module.module, nn.ParameterList)
+        self.parameter_ids = {id(p) for p in module.parameters() if p.requires_grad}
+        self.inner_ids = {id(m) for m in module.module.modules()} if self.is_called else set()
+        self.unobserved: str | None = None
+        self.state: str | None = None
+        self.layouts: dict[int, tuple[int, ...]] = {}
+        self.layout_index = 0
+        self.is_written = False
+        self.group = ""
+        self.place: tuple[int | None, str | None] = (None, None)
+
+
+class _Bucket:
+    """A bucket that was launched and has no row yet."""
+
+    __slots__ = ("done_ns", "fields", "future", "held", "parameter_ids", "place")
+
+    def __init__(self, parameter_ids: tuple[int, ...]) -> None:
+        self.parameter_ids = parameter_ids
+        self.future: Any = None
+        self.done_ns: int | None = None
+        self.held: int | None = None
+        self.place: tuple[int, int, int] = (0, 0, 0)
+        self.fields: dict[str, Any] = {}
+
+
+class DdpSource:
+    """Gives DDP modules their relays and writes a row for each bucket.
+
+    Launches come on autograd threads (or, as shadows, on the job's), ends of reductions on threads of the process
+    group; all hold the GIL. Rows are written when the backward pass has returned, in the order of launch.
     """
 
-    def __init__(self) -> None:
-        self._waiting: set[int] = set()
+    def __init__(self, gate: Gate, guard: Guard) -> None:
+        self._gate = gate
+        self._guard = guard
+        self._known: weakref.WeakKeyDictionary[Any, _Ddp] = weakref.WeakKeyDictionary()
+        self._open: list[_Bucket] = []
+        self._ready: dict[int, int] = {}
+        self._backward_index = 0
+
+    def attach(self) -> None:
+        """See buckets from now on."""
+        RELAYS.attach()
+        RELAYS.observer = self
+
+    def finish(self) -> None:
+        """Write the rows of what is open: the recording ends."""
+        recording = self._gate.recording
+        if recording is not None and self._guard.is_open:
+            self._settle(recording)
+
+    def detach(self) -> None:
+        """See no more."""
+        self._guard.is_open = False
+        if RELAYS.observer is self:
+            RELAYS.detach()
+
+    # What the other sources tell.
+
+    def root_called(self, module: nn.Module) -> None:
+        """A root is called in grad mode, outside backward: DDP modules made since get their relays."""
+        if len(RELAYS.ddps) != len(self._known):
+            for ddp in list(RELAYS.ddps):
+                self._about(ddp)
+        for about in self._known.values():
+            if about.state is None and id(module) in about.inner_ids:
+                about.state = "bypassed"
 
     def forward_begins(self, module: nn.Module) -> None:
-        """A wrapper is called in grad mode. Remembers the parameters' identities, and no tensor."""
+        """A wrapper is called in grad mode. Its reducer prepares unless `no_sync` is on.
+
+        Source: torch/nn/parallel/distributed.py, `_pre_forward`.
+        """
         from torch.nn.parallel import DistributedDataParallel
 
-        if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
-            self._waiting.update(id(p) for p in module.parameters() if p.requires_grad)
+        if isinstance(module, DistributedDataParallel):
+            about = self._about(module)
+            about.state = "sync" if module.require_backward_grad_sync else "no_sync"
+
+    def backward_begins(self, recording: Recording, backward_index: int) -> None:
+        """A top-level accumulating pass is about to start."""
+        self._settle(recording)
+        self._backward_index = backward_index
+        self._ready.clear()
+
+    @property
+    def backward_index(self) -> int:
+        """The top-level accumulating pass that is running, or ran last."""
+        return self._backward_index
+
+    @property
+    def has_models(self) -> bool:
+        """Whether there is any DDP module, for which times of gradients matter."""
+        return bool(self._known)
+
+    def gradient_ready(self, parameter: torch.Tensor, at_ns: int) -> None:
+        """A parameter's gradient was accumulated. On an autograd thread."""
+        self._ready[id(parameter)] = at_ns
+
+    def sync_of_pass(self) -> str | None:
+        """How the DDP models that the pass went through were called: see `backward_passes.ddp_sync`."""
+        states = {self._state(about) for about in self._touched()}
+        return next((s for s in ("sync", "no_sync", "bypassed") if s in states), None)
 
     def backward_done(self, recording: Recording, backward_index: int, microbatch: int) -> None:
-        """An accumulating top-level pass has returned: its DDP models have reduced."""
-        if not self._waiting:
+        """A top-level accumulating pass has returned: rows of its buckets, and of the gradients they left."""
+        launched = {key for bucket in self._open for key in bucket.parameter_ids}
+        self._settle(recording)
+        waiting: set[int] = set()
+        for about in self._touched():
+            if self._state(about) == "sync":
+                waiting |= (
+                    about.parameter_ids if about.unobserved else about.parameter_ids & launched
+                )
+            about.state = None
+            self._write_group(recording, about)
+        if not waiting:
             return
         for root, _ in recording.names.roots():
             chosen = [
                 (name, tensor)
                 for name, tensor in recording.names.tensors_of(root)
-                if id(tensor) in self._waiting
+                if id(tensor) in waiting
             ]
             record_gradients(recording, "reduced", backward_index, microbatch, chosen)
-        self._waiting.clear()
+
+    def backward_failed(self, recording: Recording) -> None:
+        """A top-level accumulating pass has raised: the rows of what it launched."""
+        self._settle(recording)
+
+    # What the relays tell.
+
+    def launched(self, relay: Relay, bucket: Any) -> _Bucket | None:
+        """A bucket's hook is about to run."""
+        recording = self._gate.recording
+        if recording is None or not self._guard.is_open:
+            return None
+        try:
+            if recording.timeline.is_recorded and recording.settings.records_state:
+                return self._launched(recording, relay, bucket)
+        except Exception as error:
+            self._guard.failed(error)
+        return None
+
+    def reducing(self, opened: _Bucket, future: Any) -> None:
+        """Its hook has returned a future."""
+        recording = self._gate.recording
+        if recording is None or not self._guard.is_open:
+            return
+        try:
+            fields = opened.fields
+            relay = fields.pop("relay")
+            fields["divisor"] = relay.divisor if relay.is_free else None
+            ddp = relay.ddp
+            fields["collective_seq"] = (
+                collective_seq(ddp.process_group) if ddp is not None else None
+            )
+            if isinstance(
+                future, torch._C.Future
+            ):  # anything else is refused by DDP in its own words
+                opened.future = future
+                if not relay.is_free:
+                    future.add_done_callback(lambda _: self.done(opened))
+            opened.held = recording.rows.hold_bucket(*opened.place, **fields)
+        except Exception as error:
+            self._guard.failed(error)
+
+    def done(self, opened: _Bucket) -> None:
+        """Its reduction is done."""
+        recording = self._gate.recording
+        if recording is not None:
+            opened.done_ns = recording.timeline.now()
+
+    def _launched(self, recording: Recording, relay: Relay, bucket: Any) -> _Bucket:
+        timeline = recording.timeline
+        entered = timeline.now()
+        is_shadow = not inside_backward()
+        if is_shadow:
+            self._settle(recording, only_done=True)  # a rank that has joined runs no pass
+        parameters = bucket.parameters()
+        ids = tuple(map(id, parameters))
+        opened = _Bucket(ids)
+        about = self._about(relay.ddp) if relay.ddp is not None else None
+        buffer = bucket.buffer()
+        index = bucket.index()
+        opened.place = (timeline.step, timeline.microbatch, self._backward_index)
+        ready = [self._ready[key] for key in ids if key in self._ready]
+        root, module_fqn = self._place(recording, about, parameters)
+        opened.fields = {
+            "relay": relay,
+            "bucket_index": index,
+            "is_last": bucket.is_last(),
+            "hook_name": relay.hook_name,
+            "group": about.group if about is not None else None,
+            "parameter_fqns": _fqns(recording, parameters),
+            "size_bytes": buffer.numel() * buffer.element_size(),
+            "ready_ns": min(ready) if ready and not is_shadow else None,
+            "root": root,
+            "module_fqn": module_fqn,
+            "kind": "shadow" if is_shadow else "all_reduce",
+            "layout_index": None if about is None else _layout(about, index, ids),
+            "numel": buffer.numel(),
+            "dtype": str(buffer.dtype).removeprefix("torch."),
+            "before": recording.summariser.of(buffer),
+        }
+        self._open.append(opened)
+        opened.fields["launched_ns"] = launched = timeline.now()
+        timeline.totals.recorder_ns += launched - entered
+        return opened
+
+    def _settle(self, recording: Recording, *, only_done: bool = False) -> None:
+        """Rows of what was launched so far, in order; with `only_done` up to the first that is not done."""
+        while self._open:
+            bucket = self._open[0]
+            if only_done and bucket.done_ns is None:
+                break
+            del self._open[0]
+            if "relay" in bucket.fields:  # its hook raised
+                del bucket.fields["relay"]
+            bucket.fields.setdefault("divisor", None)
+            bucket.fields.setdefault("collective_seq", None)
+            after, done_ns = None, None
+            result = _result(bucket.future)
+            if result is not None:
+                # A callback that notes the time may run a moment after the reducer has stopped waiting.
+                done_ns = bucket.done_ns or recording.timeline.now()
+                after = recording.summariser.of(result)
+            recording.rows.bucket(
+                bucket.held, *bucket.place, **bucket.fields, done_ns=done_ns, after=after
+            )
+
+    def _about(self, ddp: Any) -> _Ddp:
+        """What is known of a DDP module; the first time it is looked at, it gets a relay."""
+        about = self._known.get(ddp)
+        if about is None:
+            about = self._known[ddp] = _Ddp(ddp)
+            RELAYS.ddps.add(ddp)
+            about.group = ddp.process_group.group_name
+            about.unobserved = _why_unobserved(ddp)
+            if about.unobserved is None and RELAYS.of(ddp.reducer) is None:
+                RELAYS.give(ddp)
+        return about
+
+    def _touched(self) -> Iterable[_Ddp]:
+        """The DDP modules of which the pass accumulated a gradient; where that was not watched for, all."""
+        every = [about for ddp, about in self._known.items()]
+        touched = [about for about in every if about.parameter_ids & self._ready.keys()]
+        return touched if self._ready else every
+
+    def _state(self, about: _Ddp) -> str | None:
+        ddp = about.module()
+        if about.is_called or ddp is None:
+            return about.state
+        return "sync" if ddp.require_backward_grad_sync else "no_sync"
+
+    def _place(
+        self, recording: Recording, about: _Ddp | None, parameters: list[torch.Tensor]
+    ) -> tuple[int | None, str | None]:
+        """Root and FQN of what DDP wraps."""
+        if about is None:
+            return None, None
+        if about.place[0] is None:
+            ddp = about.module()
+            name = recording.names.module(ddp) if ddp is not None else None
+            if name is not None:
+                about.place = (name.root, name.fqn)
+            elif not about.is_called:
+                owners = [recording.names.tensor(p) for p in parameters]
+                root = next((owner.root for owner in owners if owner is not None), None)
+                about.place = (root, None if root is None else "")
+        return about.place
+
+    def _write_group(self, recording: Recording, about: _Ddp) -> None:
+        if about.is_written or not recording.timeline.is_recorded:
+            return
+        ddp = about.module()
+        if ddp is None:
+            return
+        about.is_written = True
+        relay = RELAYS.of(ddp.reducer) if hasattr(ddp, "reducer") else None
+        root, module_fqn = self._place(recording, about, list(ddp.parameters()))
+        name = relay.hook_name if relay is not None else None
+        if relay is None and getattr(ddp, "_comm_hooks", None):
+            name = hook_name(ddp._comm_hooks[0][0])
+        write_reducing_module(
+            recording, ddp.process_group, root, module_fqn, name, about.unobserved
+        )
+
+
+def _why_unobserved(ddp: Any) -> str | None:
+    """Why a DDP module gets no relay of ours, None where it has or can have one."""
+    if not hasattr(ddp, "reducer"):
+        return "all of its parameters are reduced late (delay_all_reduce_named_params), past the reducer"
+    if RELAYS.of(ddp.reducer) is not None:
+        return None
+    if getattr(ddp, "_use_python_reducer", False):
+        return "it is reduced by the Python reducer, under compiled autograd"
+    if ddp._comm_hooks:
+        return "its hook was registered before recording was switched on"
+    if ddp._get_ddp_logging_data().get("comm_hook"):
+        return "a built-in hook was registered before recording was switched on"
+    if any(p.device.type != "cpu" for p in ddp.parameters()):
+        return "its gradients are on a device, where equality to the last bit is not proved"
+    if not hasattr(ddp.reducer, "_run_allreduce_hook"):
+        return f"torch {torch.__version__} has no way to reduce a bucket from Python"
+    return None
+
+
+def _layout(about: _Ddp, index: int, ids: tuple[int, ...]) -> int:
+    """Which arrangement this bucket belongs to: a new one when its parameters change."""
+    if about.layouts.get(index, ids) != ids:
+        about.layouts.clear()
+        about.layout_index += 1
+    about.layouts[index] = ids
+    return about.layout_index
+
+
+def _fqns(recording: Recording, parameters: list[torch.Tensor]) -> str:
+    """The FQNs in buffer order as JSON; of a bucket with very many, the first."""
+    names = [recording.names.tensor(p) for p in parameters]
+    fqns = [None if name is None else name.fqn for name in names]
+    text = json.dumps(fqns)
+    while len(text) > _MOST_TEXT:
+        fqns = fqns[: len(fqns) // 2]
+        text = json.dumps([*fqns, f"... and {len(names) - len(fqns)} more"])
+    return text
+
+
+_MOST_TEXT = 48 << 10
+
+
+def _result(future: Any) -> torch.Tensor | None:
+    """The tensor that a future holds; None where it is not done, or holds an error."""
+    if future is None or not future.done():
+        return None
+    try:
+        value = future.value()
+    except Exception:
+        return None
+    if isinstance(value, list | tuple) and value:
+        value = value[0]
+    return value if isinstance(value, torch.Tensor) else None

@@ -14,7 +14,8 @@ from torch.autograd import Variable
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.observers.python import PassWatch, PythonObserver
 from gradtrace_recorder.recording import Gate, Recording
-from gradtrace_recorder.sources.ddp import Reductions
+from gradtrace_recorder.relays import RELAYS
+from gradtrace_recorder.sources.ddp import DdpSource
 from gradtrace_recorder.sources.state import inside_backward, record_gradients
 from gradtrace_recorder.summaries.summariser import unseen
 
@@ -33,10 +34,10 @@ class EngineSource:
     That sees calls that go past `torch.autograd.backward` too. Each call gets one observer's watch.
     """
 
-    def __init__(self, gate: Gate, guard: Guard, reductions: Reductions) -> None:
+    def __init__(self, gate: Gate, guard: Guard, ddp: DdpSource) -> None:
         self._gate = gate
         self._guard = guard
-        self._reductions = reductions
+        self._ddp = ddp
         self._observer = PythonObserver(guard)
         self._local = _ThreadState()
         self._original: Any = None
@@ -79,9 +80,13 @@ class EngineSource:
             result = run(*args, **kwargs)
         except BaseException as error:
             self._end(begun, error)
-            raise
-        self._end(begun, None)
-        return result
+            failure = RELAYS.own_failure(error)
+            if failure is None:
+                raise
+        else:
+            self._end(begun, None)
+            return result
+        raise failure
 
     def _begin(
         self, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -102,6 +107,8 @@ class EngineSource:
             if watch is not None and watch.task is None:
                 # Called from a hook that ran before the outer pass's first Node: this is its task.
                 watch.task = torch._C._current_graph_task_id()
+        if accumulates and top_level:
+            self._ddp.backward_begins(recording, index)
         if timeline.is_recorded:
             if accumulates and top_level and recording.settings.records_state:
                 self._record_carried(recording, index)
@@ -115,6 +122,7 @@ class EngineSource:
                 [node for node in nodes if node is not None],
                 backward_index=index,
                 phase="backward" if accumulates else "grad",
+                gradient_ready=self._ddp.gradient_ready if self._ddp.has_models else None,
             )
         open_passes.append(opened)
         opened.start_ns = timeline.now()
@@ -133,8 +141,10 @@ class EngineSource:
                 timeline.totals.backward_ns += end - opened.start_ns
                 if opened.accumulates and error is None:
                     if recording.settings.records_state and timeline.is_recorded:
-                        self._reductions.backward_done(recording, opened.index, opened.microbatch)
+                        self._ddp.backward_done(recording, opened.index, opened.microbatch)
                     timeline.backward_done()
+                elif opened.accumulates:
+                    self._ddp.backward_failed(recording)
             timeline.totals.recorder_ns += timeline.now() - end
         except Exception as ours:
             self._guard.failed(ours)
@@ -165,6 +175,7 @@ class EngineSource:
             opened.start_ns,
             end,
             None if error is None else f"{type(error).__name__}: {str(error)[:400]}",
+            self._ddp.sync_of_pass() if opened.accumulates and opened.top_level else None,
         )
 
     def _record_carried(self, recording: Recording, backward_index: int) -> None:

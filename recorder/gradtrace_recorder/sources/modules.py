@@ -16,7 +16,9 @@ from gradtrace_recorder.attribution import Frame, RootCall
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ModuleName, unwrapped
 from gradtrace_recorder.recording import Gate, Recording
-from gradtrace_recorder.sources.ddp import Reductions
+from gradtrace_recorder.sources.ddp import DdpSource
+from gradtrace_recorder.sources.fsdp import FsdpSource
+from gradtrace_recorder.sources.groups import Groups
 from gradtrace_recorder.sources.state import (
     inside_backward,
     record_parameters_before,
@@ -91,10 +93,12 @@ class ModuleSource:
     Source of the hooks' order and of `always_call`: torch/nn/modules/module.py, `_call_impl`.
     """
 
-    def __init__(self, gate: Gate, guard: Guard, reductions: Reductions) -> None:
+    def __init__(self, gate: Gate, guard: Guard, ddp: DdpSource, fsdp: FsdpSource) -> None:
         self._gate = gate
         self._guard = guard
-        self._reductions = reductions
+        self._ddp = ddp
+        self._fsdp = fsdp
+        self._groups = Groups()
         self._local = _ThreadState()
         self._handles: list[RemovableHandle] = []
         self._calls: dict[tuple[int, str, int], int] = {}
@@ -203,8 +207,8 @@ class ModuleSource:
         call.frame = Frame(name.root, name.fqn, name.fqn_number, index, root_call, name.wanted)
         if grad_mode:
             recording.attribution.mark(_get_sequence_nr(), call.frame)
-        if name.wraps and grad_mode and recording.settings.records_state:
-            self._reductions.forward_begins(module)
+        if name.wraps and grad_mode:
+            self._ddp.forward_begins(module)
         if not stack and not in_backward:
             self._record_inputs(recording, module, name, index, args)
         if self._is_row(recording, name):
@@ -276,10 +280,13 @@ class ModuleSource:
         if not trains:
             return None
         timeline.activity()
+        self._ddp.root_called(module)
+        self._fsdp.root_called(recording, module)
         root_call = RootCall()
         timeline.totals.root_calls.append(root_call)
         if not timeline.is_recorded:
             return root_call
+        self._groups.write(recording)
         if timeline.totals.rng_fingerprint is None:
             timeline.totals.rng_fingerprint = rng_fingerprint(recording)
         if recording.settings.records_state and self._parameters_at.get(name.root) != timeline.step:

@@ -1,0 +1,41 @@
+"""`analyzer check`: the laws that hold within one run, and where they are broken."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import click
+
+from gradtrace_analyzer import check as judge
+from gradtrace_analyzer.commands import answer, attempt_option, opened_runs
+from gradtrace_analyzer.database import run_names
+from gradtrace_analyzer.reports.check import as_object, lines
+from gradtrace_analyzer.reports.tables import json_text
+
+_EXIT: dict[judge.Verdict, int] = {"clean": 0, "violated": 1, "incomparable": 2}
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=str))
+@click.option("--format", "format", type=click.Choice(["table", "json"]), default="table")
+@attempt_option
+@click.option(
+    "--compressing",
+    multiple=True,
+    metavar="GLOB",
+    help="A communication hook of the job's own that loses precision on purpose: its error is told, not judged.",
+)
+def check(
+    run: str, format: Literal["table", "json"], attempt: int | None, compressing: tuple[str, ...]
+) -> int:
+    """Ranks that disagree, a reduction that is not the mean, where a value that is not finite was born.
+
+    Exit status: 0 clean (warnings alone are), 1 violated, 2 nothing could be judged.
+    """
+    runs = opened_runs((run,), attempt)
+    found = judge.check(runs[0], compressing=compressing)
+    if format == "json":
+        answer([json_text(as_object(found), indent=2)])
+    else:
+        answer(lines(found, run_names(runs)[0]))
+    return _EXIT[found.verdict]

@@ -1,0 +1,1 @@
+"""The laws that hold within one run: pure functions and their SQL, one module per family of laws."""

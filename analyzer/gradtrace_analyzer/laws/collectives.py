@@ -1,0 +1,185 @@
+"""Whether what the ranks of a group reduce together belongs together, and who never came."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from gradtrace_analyzer.laws.evidence import Evidence, Rows
+from gradtrace_analyzer.laws.hooks import hook_phrase
+from gradtrace_analyzer.laws.law import Findings, Law, Violation, outcome, violation
+from gradtrace_analyzer.laws.phrases import bucket_phrase, counted, listed, verb
+from gradtrace_analyzer.run import ranks_phrase
+
+# Aspects in which the rows of one reduction must agree, the most telling first.
+_ASPECTS = {
+    "step": "step",
+    "module": "replica",
+    "parameters": "parameter_fqns",
+    "hook": "coalesce(hook_name, '')",
+}
+
+_ROW = "rank, step, bucket_index, backward_index, microbatch, hook_name, parameter_fqns, replica"
+
+
+def collectives_match(evidence: Evidence) -> Findings:
+    """Report the first reduction of each group whose rows do not belong together, or lack a rank."""
+    if not evidence.modules:
+        return Findings((), {}, {Law.COLLECTIVES_MATCH: evidence.lacking})
+    [(compared,)] = evidence.rows(
+        "SELECT count(*) FROM (SELECT pair FROM reductions GROUP BY pair "
+        "HAVING count(DISTINCT rank) > 1 OR max(team_size) > 1)"
+    )
+    violations = [*_mismatches(evidence), *_absences(evidence)]
+    return outcome(Law.COLLECTIVES_MATCH, violations, compared, "no bucket was recorded")
+
+
+def _mismatches(evidence: Evidence) -> Iterator[Violation]:
+    conditions = {name: f"count(DISTINCT {column}) > 1" for name, column in _ASPECTS.items()}
+    chosen = " ".join(f"WHEN {condition} THEN '{name}'" for name, condition in conditions.items())
+    found = evidence.rows(
+        f"SELECT team, aspect, arg_min(pair, (step, pair)), count(*) FROM "
+        f"(SELECT team, pair, min(step) AS step, CASE {chosen} END AS aspect FROM reductions "
+        "WHERE NOT is_shadow GROUP BY team, pair) WHERE aspect IS NOT NULL GROUP BY 1, 2"
+    )
+    for _, aspect, pair, count in found:
+        rows = evidence.rows(
+            f"SELECT {_ROW} FROM reductions WHERE pair = ? AND NOT is_shadow ORDER BY rank", [pair]
+        )
+        column = {"step": 1, "parameters": 6, "hook": 5, "module": 7}[aspect]
+        odd = _odd(rows, column)
+        first = next(row for row in rows if row[0] not in odd)
+        other = next(row for row in rows if row[column] != first[column])
+        yield _mismatch(evidence, aspect, first, other, odd, pair, count)
+
+
+def _odd(rows: Rows, column: int) -> tuple[int, ...]:
+    """The ranks in the minority; of two, none."""
+    counts = Counter(str(row[column]) for row in rows)
+    [(most, count), *_] = counts.most_common()
+    if count <= len(rows) / 2:
+        return ()
+    return tuple(row[0] for row in rows if str(row[column]) != most)
+
+
+def _mismatch(
+    evidence: Evidence,
+    aspect: str,
+    first: tuple[Any, ...],
+    other: tuple[Any, ...],
+    odd: tuple[int, ...],
+    pair: int,
+    count: int,
+) -> Violation:
+    rank, step, bucket, backward, microbatch, hook, fqns, number = first
+    replica = evidence.replica(number)
+    start = f"Step {step}: rank {rank}'s bucket {bucket}"
+    if aspect == "step":
+        text = (
+            f"{start} of step {step} was reduced with rank {other[0]}'s of step {other[1]}"
+            f"{_skipped_pass(evidence, first, other)}"
+        )
+    elif aspect == "hook":
+        ranks = odd or (other[0],)
+        text = (
+            f"{bucket_phrase(step, bucket, fqns)}: {ranks_phrase(ranks)} "
+            f"{verb(ranks, 'reduces', 'reduce')} with {hook_phrase(other[5])}, "
+            f"rank {rank} with {hook_phrase(hook)}"
+        )
+    else:
+        text = (
+            f"{start} ({listed(fqns)}) was reduced with rank {other[0]}'s bucket {other[2]} "
+            f"({listed(other[6])}): their parameters are not the same, or not in the same order"
+        )
+    more = f" So in {counted(count, 'bucket')}." if count > 1 else ""
+    return violation(
+        Law.COLLECTIVES_MATCH,
+        min(step, other[1]),
+        f"{text}.{more}",
+        rank=odd[0] if len(odd) == 1 else None,
+        ranks=odd or tuple(sorted((rank, other[0]))),
+        group=replica.group,
+        microbatch=microbatch,
+        backward_index=backward,
+        bucket_index=bucket,
+        root=replica.root,
+        module_fqn=replica.module_fqn,
+        hook_name=other[5] if aspect == "hook" else hook,
+        count=count,
+        order=float(pair),
+    )
+
+
+def _skipped_pass(evidence: Evidence, first: tuple[Any, ...], other: tuple[Any, ...]) -> str:
+    """`: rank 1 ran no backward pass in step 2`, where that is why."""
+    early, late = sorted((first, other), key=lambda row: row[1])
+    step = early[1]
+    [(count,)] = evidence.rows(
+        "SELECT count(*) FROM backward_passes "
+        "WHERE rank = ? AND step = ? AND kind = 'backward' AND ddp_sync = 'sync'",
+        [late[0], step],
+    )
+    return "" if count else f": rank {late[0]} ran no backward pass that reduces in step {step}"
+
+
+_ABSENT = """
+WITH present AS (SELECT team, pair, min(step) AS step, list(DISTINCT rank) AS ranks,
+        bool_or(done_ns IS NULL) AS waits FROM reductions GROUP BY team, pair),
+    absent AS (SELECT p.*, m.rank AS absent_rank FROM present p
+        JOIN (SELECT DISTINCT team, rank FROM members) m USING (team) WHERE NOT list_contains(p.ranks, m.rank))
+SELECT team, absent_rank, arg_min(pair, (step, pair)), count(*) FROM absent
+WHERE list_contains($losing, absent_rank) = false AND (list_contains($closed, absent_rank) OR waits)
+GROUP BY 1, 2 ORDER BY 2
+"""
+
+
+def _absences(evidence: Evidence) -> Iterator[Violation]:
+    """A rank that took no part. One whose recording was cut off is only held to it where others waited in vain."""
+    found = evidence.rows(
+        _ABSENT,
+        {
+            "losing": sorted(evidence.losing_ranks) or [-1],
+            "closed": sorted(evidence.closed_ranks) or [-1],
+        },
+    )
+    for _, absent, pair, count in found:
+        rows = evidence.rows(
+            f"SELECT {_ROW}, done_ns IS NULL FROM reductions WHERE pair = ? ORDER BY rank", [pair]
+        )
+        _, step, bucket, backward, microbatch, hook, fqns, number, waits = rows[0]
+        ranks = [row[0] for row in rows]
+        replica = evidence.replica(number)
+        waited = f"{verb(ranks, 'waits', 'wait')} for it" if waits else "did without it"
+        more = f" So in {counted(count, 'bucket')}." if count > 1 else ""
+        yield violation(
+            Law.COLLECTIVES_MATCH,
+            step,
+            f"{bucket_phrase(step, bucket, fqns)}: rank {absent} never came to the reduction, "
+            f"{ranks_phrase(ranks)} {waited}; {_whereabouts(evidence, absent, step)}.{more}",
+            rank=absent,
+            ranks=(absent,),
+            group=replica.group,
+            microbatch=microbatch,
+            backward_index=backward,
+            bucket_index=bucket,
+            root=replica.root,
+            module_fqn=replica.module_fqn,
+            hook_name=hook,
+            count=count,
+            order=float(pair),
+        )
+
+
+def _whereabouts(evidence: Evidence, rank: int, step: int) -> str:
+    """What the absent rank did meanwhile, as far as its recording tells."""
+    [(last,)] = evidence.rows(
+        "SELECT max(step) FROM (SELECT step FROM steps WHERE rank = $1 UNION ALL "
+        "SELECT step FROM backward_passes WHERE rank = $1 UNION ALL "
+        "SELECT step FROM module_calls WHERE rank = $1)",
+        [rank],
+    )
+    if last is not None and last > step:
+        return f"its recording goes on to step {last}"
+    ended = "was ended" if rank in evidence.closed_ranks else "was cut off"
+    return f"its recording {ended} in step {last}" if last is not None else f"its recording {ended}"

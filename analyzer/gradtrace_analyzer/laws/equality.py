@@ -1,0 +1,292 @@
+"""Whether the ranks of a data-parallel group hold equal buckets, gradients and parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradtrace_analyzer.laws.evidence import Evidence, Replica, Rows
+from gradtrace_analyzer.laws.hooks import hook_phrase
+from gradtrace_analyzer.laws.law import Findings, Law, Violation, outcome, violation
+from gradtrace_analyzer.laws.phrases import also_in, bucket_phrase, counted, listed, possessive
+from gradtrace_analyzer.run import ranks_phrase
+
+_NOT_EQUAL_BY_PROMISE = "the hooks in use do not keep the ranks equal"
+
+# Norms are those of equal tensors up to the order in which they were summed.
+_NORM_ROOM = 1e-6
+
+
+def unequal(full: bool, prefix: str = "") -> str:
+    """A condition on a group of rows: their tensors are not bit-equal (by norms: not equal in norm, sum, counts).
+
+    NaN have many bit patterns: tensors that all hold some are not compared.
+    """
+    by_norms = (
+        f"max({prefix}norm) - min({prefix}norm) > {_NORM_ROOM} * max({prefix}norm) "
+        f"OR max({prefix}sum) - min({prefix}sum) > "
+        f"{_NORM_ROOM} * max({prefix}norm) * sqrt(max({prefix}numel)) "
+        f"OR count(DISTINCT {prefix}inf_count) > 1 OR count(DISTINCT {prefix}nan_count) > 1"
+    )
+    apart = f"count(DISTINCT {prefix}fingerprint) > 1" if full else by_norms
+    return f"({apart}) AND NOT coalesce(min({prefix}nan_count) > 0, false)"
+
+
+def odd_ranks(identities: Mapping[int, Any]) -> tuple[int, ...]:
+    """The ranks outside the majority; none where there is no majority."""
+    counts = Counter(identities.values())
+    (most, count), *others = counts.most_common()
+    if not others or count <= len(identities) / 2:
+        return ()
+    return tuple(sorted(rank for rank, identity in identities.items() if identity != most))
+
+
+def disagreement(odd: Sequence[int], everyone: Sequence[int], what: str) -> str:
+    """`rank 1's reduced gradient of a differs from that of ranks 0, 2-3`."""
+    if not odd:
+        return f"{what} differs between {ranks_phrase(everyone)}"
+    others = [rank for rank in everyone if rank not in odd]
+    return f"{possessive(odd)} {what} differs from that of {ranks_phrase(others)}"
+
+
+def parameters_equal(evidence: Evidence) -> Findings:
+    """Report the first step and point at which a module's parameters differ."""
+    if not evidence.modules:
+        return Findings((), {}, {Law.PARAMETERS_EQUAL: evidence.lacking})
+    if not evidence.equal_modules:
+        return Findings((), {}, {Law.PARAMETERS_EQUAL: _NOT_EQUAL_BY_PROMISE})
+    full = evidence.has_fingerprints("parameters")
+    evidence.connection.execute(
+        "CREATE TEMP TABLE parameter_groups AS "
+        "SELECT m.replica, p.step, p.point, p.parameter_fqn, min(p.record_index) AS position, "
+        f"{unequal(full)} AS broken FROM parameters p "
+        "JOIN members m ON m.rank = p.rank AND m.root = p.root "
+        "JOIN managed g ON g.replica = m.replica AND g.parameter_fqn = p.parameter_fqn "
+        "WHERE p.kind = 'parameter' AND p.norm IS NOT NULL "
+        "GROUP BY 1, 2, 3, 4 HAVING count(DISTINCT p.rank) > 1"
+    )
+    violations, compared = [], 0
+    for replica in evidence.equal_modules:
+        [(count,)] = evidence.rows(
+            "SELECT count(*) FROM parameter_groups WHERE replica = ?", [replica.number]
+        )
+        compared += count
+        broken = evidence.rows(
+            "SELECT step, point, count(*), arg_min(parameter_fqn, position) FROM parameter_groups "
+            "WHERE replica = ? AND broken GROUP BY 1, 2 ORDER BY step, point = 'after'",
+            [replica.number],
+        )
+        if broken:
+            violations.append(_parameters_apart(evidence, replica, broken, full))
+    reason = "no parameter was recorded on two ranks of a group with values"
+    return outcome(Law.PARAMETERS_EQUAL, violations, compared, reason)
+
+
+def _parameters_apart(evidence: Evidence, replica: Replica, broken: Rows, full: bool) -> Violation:
+    step, point, count, fqn = broken[0]
+    identities = _identities(
+        evidence,
+        "parameters",
+        "root = ? AND step = ? AND point = ? AND parameter_fqn = ?",
+        [replica.root, step, point, fqn],
+        replica,
+        full,
+    )
+    odd, everyone = odd_ranks(identities), tuple(sorted(identities))
+    when = "before the first forward" if point == "before" else "after the optimizer's step"
+    others = f" (and {counted(count - 1, 'more parameter')})" if count > 1 else ""
+    start = " They differ from the start." if step == 0 and point == "before" else ""
+    steps = sorted({row[0] for row in broken})
+    return violation(
+        Law.PARAMETERS_EQUAL,
+        step,
+        f"Step {step}: {disagreement(odd, everyone, f'parameter {fqn}')} {when}{others}.{start}"
+        f"{also_in(steps, step)}",
+        rank=odd[0] if len(odd) == 1 else None,
+        ranks=odd or everyone,
+        group=replica.group,
+        root=replica.root,
+        module_fqn=replica.module_fqn,
+        parameter_fqn=fqn,
+        count=count,
+        at_start=point == "before",
+    )
+
+
+def _identities(
+    evidence: Evidence,
+    table: str,
+    where: str,
+    values: Sequence[Any],
+    replica: Replica,
+    full: bool,
+    prefix: str = "",
+) -> dict[int, Any]:
+    """What tells one rank's tensor from another's: its fingerprint, or its norm and sum."""
+    identity = f"{prefix}fingerprint" if full else f"printf('%.4e', {prefix}norm)"
+    return dict(
+        evidence.rows(
+            f"SELECT rank, {identity} FROM {table} "
+            f"WHERE {where} AND list_contains(?, rank) AND {prefix}norm IS NOT NULL",
+            [*values, list(replica.recorded)],
+        )
+    )
+
+
+def gradients_equal(evidence: Evidence, deviating: Mapping[int, frozenset[int]]) -> Findings:
+    """Report the first bucket, or reduced gradient, in which ranks differ.
+
+    `deviating` are the ranks that came out of a reduction with something else than the mean: between two ranks, the
+    odd one.
+    """
+    if not evidence.modules:
+        return Findings((), {}, {Law.GRADIENTS_EQUAL: evidence.lacking})
+    if not evidence.equal_modules:
+        return Findings((), {}, {Law.GRADIENTS_EQUAL: _NOT_EQUAL_BY_PROMISE})
+    _make_gradient_groups(evidence)
+    violations: list[Violation] = []
+    compared = 0
+    for replica in evidence.equal_modules:
+        [(buckets, gradients)] = evidence.rows(
+            "SELECT (SELECT count(*) FROM bucket_groups WHERE replica = $1), "
+            "(SELECT count(*) FROM gradient_groups WHERE replica = $1)",
+            [replica.number],
+        )
+        compared += buckets + gradients
+        found = _buckets_apart(evidence, replica, deviating)
+        after = _gradients_apart(evidence, replica)
+        if found is not None:
+            violations.append(found)
+        if after is not None and (found is None or after.step < found.step):
+            violations.append(after)
+    reason = "no reduced bucket or gradient was recorded on two ranks of a group with values"
+    return outcome(Law.GRADIENTS_EQUAL, violations, compared, reason)
+
+
+_BUCKET_GROUPS = """
+CREATE TEMP TABLE bucket_groups AS
+SELECT replica, pair, min(step) AS step, {unequal} AS broken FROM reductions
+WHERE NOT is_shadow AND after_norm IS NOT NULL
+GROUP BY replica, pair HAVING count(DISTINCT rank) > 1
+"""
+
+# A gradient whose bucket was not launched stays the rank's own: another law tells.
+_GRADIENT_GROUPS = """
+CREATE TEMP TABLE gradient_groups AS
+WITH launched AS (
+    SELECT DISTINCT replica, rank, step, backward_index, unnest(parameter_fqns) AS parameter_fqn FROM reductions
+    WHERE NOT is_shadow)
+SELECT m.replica, g.step, g.backward_index, g.parameter_fqn, min(g.record_index) AS position, {unequal} AS broken
+FROM gradients g JOIN members m ON m.rank = g.rank AND m.root = g.root
+JOIN managed p ON p.replica = m.replica AND p.parameter_fqn = g.parameter_fqn
+JOIN backward_passes b ON b.rank = g.rank AND b.step = g.step AND b.backward_index = g.backward_index
+    AND b.ddp_sync = 'sync'
+LEFT JOIN launched l ON l.replica = m.replica AND l.rank = g.rank AND l.step = g.step
+    AND l.backward_index = g.backward_index AND l.parameter_fqn = g.parameter_fqn
+WHERE g.point = 'reduced' AND g.norm IS NOT NULL
+    AND (l.replica IS NOT NULL OR m.replica NOT IN (SELECT replica FROM launched))
+GROUP BY 1, 2, 3, 4 HAVING count(DISTINCT g.rank) > 1
+"""
+
+
+def _make_gradient_groups(evidence: Evidence) -> None:
+    full = evidence.has_fingerprints("reductions", "after_")
+    evidence.connection.execute(_BUCKET_GROUPS.format(unequal=unequal(full, "after_")))
+    full = evidence.has_fingerprints("gradients")
+    evidence.connection.execute(_GRADIENT_GROUPS.format(unequal=unequal(full, "g.")))
+
+
+def _buckets_apart(
+    evidence: Evidence, replica: Replica, deviating: Mapping[int, frozenset[int]]
+) -> Violation | None:
+    broken = evidence.rows(
+        "SELECT pair, step FROM bucket_groups WHERE replica = ? AND broken ORDER BY step, pair",
+        [replica.number],
+    )
+    if not broken:
+        return None
+    pair, step = broken[0]
+    full = evidence.has_fingerprints("reductions", "after_")
+    identities = _identities(
+        evidence, "reductions", "pair = ? AND NOT is_shadow", [pair], replica, full, "after_"
+    )
+    everyone = tuple(sorted(identities))
+    wrong = deviating.get(pair, frozenset())
+    odd = odd_ranks(identities) or (tuple(sorted(wrong)) if len(wrong) == 1 else ())
+    [(bucket, backward, microbatch, hook, fqns)] = evidence.rows(
+        "SELECT bucket_index, backward_index, microbatch, hook_name, parameter_fqns "
+        "FROM reductions WHERE pair = ? AND rank = ? ORDER BY record_index LIMIT 1",
+        [pair, (odd or everyone)[0]],
+    )
+    apart = evidence.rows(
+        "SELECT parameter_fqn FROM gradient_groups WHERE replica = ? AND step = ? AND broken "
+        "AND list_contains(?, parameter_fqn) ORDER BY list_position(?, parameter_fqn)",
+        [replica.number, step, fqns, fqns],
+    )
+    gradients = (
+        f" The reduced gradient of {listed([f for (f,) in apart])} differs." if apart else ""
+    )
+    where = f"after {hook_phrase(hook)} "
+    return violation(
+        Law.GRADIENTS_EQUAL,
+        step,
+        f"{bucket_phrase(step, bucket, fqns)}: {where}{disagreement(odd, everyone, 'reduced bucket')}."
+        f"{gradients} So in {counted(len(broken), 'bucket')}.",
+        rank=odd[0] if len(odd) == 1 else None,
+        ranks=odd or everyone,
+        group=replica.group,
+        microbatch=microbatch,
+        backward_index=backward,
+        bucket_index=bucket,
+        root=replica.root,
+        module_fqn=replica.module_fqn,
+        parameter_fqn=apart[0][0] if apart else None,
+        hook_name=hook,
+        count=len(broken),
+        order=float(pair),
+    )
+
+
+def _gradients_apart(evidence: Evidence, replica: Replica) -> Violation | None:
+    broken = evidence.rows(
+        "SELECT step, backward_index, parameter_fqn FROM gradient_groups "
+        "WHERE replica = ? AND broken ORDER BY step, backward_index, position",
+        [replica.number],
+    )
+    if not broken:
+        return None
+    step, backward, fqn = broken[0]
+    identities = _identities(
+        evidence,
+        "gradients",
+        "root = ? AND step = ? AND backward_index = ? AND parameter_fqn = ? AND point = 'reduced'",
+        [replica.root, step, backward, fqn],
+        replica,
+        evidence.has_fingerprints("gradients"),
+    )
+    odd, everyone = odd_ranks(identities), tuple(sorted(identities))
+    [(bucket_count,)] = evidence.rows(
+        "SELECT count(*) FROM bucket_groups WHERE replica = ? AND step = ?", [replica.number, step]
+    )
+    count = sum(row[0] == step for row in broken)
+    others = f" (and of {counted(count - 1, 'more parameter')})" if count > 1 else ""
+    why = (
+        " The buckets that came out of the reduction are equal: it broke after the reduction."
+        if bucket_count
+        else ""
+    )
+    return violation(
+        Law.GRADIENTS_EQUAL,
+        step,
+        f"Step {step}: {disagreement(odd, everyone, f'reduced gradient of {fqn}')}{others}.{why}"
+        f"{also_in(sorted({row[0] for row in broken}), step)}",
+        rank=odd[0] if len(odd) == 1 else None,
+        ranks=odd or everyone,
+        group=replica.group,
+        backward_index=backward,
+        root=replica.root,
+        module_fqn=replica.module_fqn,
+        parameter_fqn=fqn,
+        count=count,
+    )

@@ -1,0 +1,194 @@
+"""A check's answer as the lines of a terminal, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from gradtrace_analyzer.check import Answer, Cover
+from gradtrace_analyzer.laws.law import Law, Violation
+from gradtrace_analyzer.laws.phrases import counted, steps_phrase
+from gradtrace_analyzer.reports.tables import table_lines
+from gradtrace_analyzer.run import ranks_phrase
+
+_KEYS = (
+    "step",
+    "rank",
+    "group",
+    "microbatch",
+    "backward_index",
+    "bucket_index",
+    "root",
+    "module_fqn",
+    "node_name",
+    "parameter_fqn",
+    "hook_name",
+    "factor",
+    "relative_error",
+    "tolerance",
+    "event_index",
+    "count",
+    "explanation",
+)
+
+# What one comparison of each law is about.
+_UNITS = {
+    Law.DATA_DIFFER: "steps",
+    Law.VALUES_FINITE: "tensors",
+    Law.FORWARD_IS_FRESH: "pairs of steps",
+    Law.WRAPPER_CALLED: "backward passes",
+    Law.LAST_PASS_REDUCES: "optimizer steps",
+    Law.PASSES_MATCH: "steps",
+    Law.BUCKETS_LAUNCHED: "backward passes",
+    Law.COLLECTIVES_MATCH: "reductions",
+    Law.REDUCTION_IS_MEAN: "buckets",
+    Law.GRADIENTS_EQUAL: "buckets and gradients",
+    Law.PARAMETERS_EQUAL: "parameters",
+}
+
+
+def explanation(answer: Answer) -> str:
+    """What a person would say first."""
+    if answer.verdict == "incomparable":
+        reasons = dict.fromkeys(answer.not_judged.values())
+        return f"Cannot tell: nothing could be judged ({'; '.join(reasons)})."
+    errors = [v for v in answer.violations if v.severity == "error"]
+    if errors:
+        more = len(answer.violations) - 1
+        others = f" There {'is' if more == 1 else 'are'} {more} more." if more else ""
+        return f"{errors[0].explanation}{others}"
+    warnings = [v.explanation for v in answer.violations]
+    return " ".join((_clean(answer), *warnings))
+
+
+def lines(answer: Answer, name: str) -> Iterator[str]:
+    """The answer for a terminal: sentences, then what was judged and what was not."""
+    yield f"{answer.verdict}: {name}"
+    yield ""
+    if answer.verdict != "violated":
+        yield _clean(answer) if answer.verdict == "clean" else explanation(answer)
+    for v in answer.violations:
+        yield f"{v.severity}  {v.law.name_}"
+        yield f"  {v.explanation}"
+    if answer.compression:
+        yield ""
+        yield "What compressing hooks lose (relative error of a bucket):"
+        yield from table_lines(
+            ("hook", "group", "buckets", "median", "largest", "promised"),
+            [
+                (
+                    c.hook_name,
+                    c.group,
+                    c.bucket_count,
+                    c.median_error,
+                    c.largest_error,
+                    "-" if c.promised is None else c.promised,
+                )
+                for c in answer.compression
+            ],
+            right=("promised",),
+        )
+    yield ""
+    yield from answer.notes
+    for law, reason in answer.not_judged.items():
+        yield f"Not judged: {law.name_}: {reason}."
+    yield from _caveats(answer.cover)
+    yield f"Judged: {_judged(answer)}; {_extent(answer.cover)}."
+
+
+def as_object(answer: Answer) -> dict[str, Any]:
+    """The answer for a program. Keys that do not apply are null."""
+    return {
+        "verdict": answer.verdict,
+        "violations": [_violation_object(v) for v in answer.violations],
+        "compression": [asdict(c) for c in answer.compression],
+        "judged": {law.name_: count for law, count in answer.judged.items()},
+        "not_judged": {law.name_: reason for law, reason in answer.not_judged.items()},
+        "cover": {
+            **asdict(answer.cover),
+            "steps": {str(rank): own for rank, own in answer.cover.steps.items()},
+            "notes": answer.notes,
+        },
+        "explanation": explanation(answer),
+    }
+
+
+def _violation_object(v: Violation) -> dict[str, Any]:
+    return {
+        "law": v.law.name_,
+        "severity": v.severity,
+        **{key: getattr(v, key) for key in _KEYS},
+        "ranks": list(v.ranks),
+        "inherits": None if v.inherits is None else v.inherits.name_,
+    }
+
+
+def _clean(answer: Answer) -> str:
+    """`Clean: 12 parameters equal on ranks 0-1 before and after 3 steps, 6 buckets are the mean.`"""
+    said = []
+    counts, judged = answer.clean_counts, answer.judged
+    if judged.get(Law.PARAMETERS_EQUAL):
+        said.append(
+            f"{counted(counts['parameters'], 'parameter')} equal on {ranks_phrase(answer.cover.ranks)} before and "
+            f"after {counted(counts['steps'], 'step')}"
+        )
+    buckets = judged.get(Law.REDUCTION_IS_MEAN)
+    if buckets:
+        said.append(
+            f"{counted(buckets, 'bucket')} {'is' if buckets == 1 else 'are'} the mean of the ranks' own"
+        )
+    finite = not any(v.law is Law.VALUES_FINITE for v in answer.violations)
+    if judged.get(Law.VALUES_FINITE) and finite:
+        said.append(f"{counted(judged[Law.VALUES_FINITE], 'tensor')} finite")
+    return f"Clean: {', '.join(said) or 'no law is broken'}."
+
+
+def _judged(answer: Answer) -> str:
+    return (
+        ", ".join(f"{law.name_} ({count:,} {_UNITS[law]})" for law, count in answer.judged.items())
+        or "nothing"
+    )
+
+
+def _extent(cover: Cover) -> str:
+    """`ranks 0-1, steps 0-2`; rank by rank where their steps differ."""
+    by_steps: dict[tuple[int, ...], list[int]] = {}
+    for rank, steps in cover.steps.items():
+        by_steps.setdefault(steps, []).append(rank)
+    said = [f"{ranks_phrase(ranks)}, {steps_phrase(steps)}" for steps, ranks in by_steps.items()]
+    return "; ".join(said) or "no steps"
+
+
+def _caveats(cover: Cover) -> Iterator[str]:
+    if cover.missing_ranks:
+        yield f"Not recorded: {ranks_phrase(cover.missing_ranks)}."
+    if cover.incomplete_ranks:
+        yield (
+            f"The recording of {ranks_phrase(cover.incomplete_ranks)} was not ended (killed, or still running): what "
+            "its last step lacks breaks no law."
+        )
+    for what, counts in (
+        ("Rows dropped", cover.dropped),
+        ("Tensors without a summary", cover.unsummarised),
+    ):
+        if counts:
+            yield f"{what}: {', '.join(f'{count:,} {reason}' for reason, count in counts.items())}."
+    for part in cover.damaged:
+        yield f"Damaged, and not read: a part of {part}."
+    for problem in cover.problems:
+        yield f"The recorder gave up in part: {problem}."
+    for group in cover.groups:
+        if group["unobserved"]:
+            yield f"The reductions of group {group['group']} were not recorded: {group['unobserved']}."
+    chosen = [
+        f"{name} {cover.settings[name]}"
+        for name in ("steps", "ranks", "modules")
+        if cover.settings.get(name)
+    ]
+    if cover.settings.get("summary") not in ("full", None):
+        chosen.append(f"summary {cover.settings['summary']}")
+    if cover.settings.get("detail") not in ("nodes", None):
+        chosen.append(f"detail {cover.settings['detail']}")
+    if chosen:
+        yield f"Recorded only: {', '.join(chosen)}."

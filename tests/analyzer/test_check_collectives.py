@@ -1,0 +1,108 @@
+"""`collectives_match`: what ranks reduce together, and who never came."""
+
+from pathlib import Path
+
+from support.replicated import Job, Rows, checked, edit, laws, matching, remove, violation
+
+
+def one_pass_less(rows: Rows, step: int) -> Rows:
+    """Rank 1 runs no backward pass in that step: its later buckets meet rank 0's of the step before."""
+    for table in ("buckets", "backward_passes", "gradients", "node_events"):
+        remove(rows, table, rank=1, step=step)
+    edit(rows, "steps", {"rank": 1, "step": step}, backward_count=0)
+    for row in rows["buckets"]:
+        if row["rank"] == 1 and row["step"] > step:
+            row["collective_seq"] -= 2
+    return rows
+
+
+def test_rank_that_left_out_a_pass_is_reduced_with_the_wrong_step(tmp_path: Path) -> None:
+    answer = checked(tmp_path, one_pass_less(Job(step_count=4).made(), 2))
+    found = [v for v in answer["violations"] if v["law"] == "collectives_match"]
+    assert (found[0]["step"], found[0]["ranks"], found[0]["count"]) == (2, [0, 1], 2)
+    assert found[0]["explanation"] == (
+        "Step 2: rank 0's bucket 0 of step 2 was reduced with rank 1's of step 3: rank 1 ran no backward pass that "
+        "reduces in step 2. So in 2 buckets."
+    )
+    assert "rank 1 never came" in found[1]["explanation"] and found[1]["step"] == 3
+    assert answer["exit_code"] == 1
+
+
+def test_bucket_of_other_parameters_is_told(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(
+        rows,
+        "buckets",
+        {"rank": 1, "step": 1, "bucket_index": 0},
+        parameter_fqns=["head.bias", "head.weight"],
+    )
+    found = violation(checked(tmp_path, rows), "collectives_match")
+    assert (found["step"], found["bucket_index"]) == (1, 0)
+    assert (
+        "(head.weight and 1 more) was reduced with rank 1's bucket 0 (head.bias and 1 more)"
+        in (found["explanation"])
+    )
+
+
+def test_rank_with_another_hook_is_named_by_majority(tmp_path: Path) -> None:
+    rows = Job(3).made()
+    edit(rows, "buckets", {"rank": 2}, hook_name="default_hooks.allreduce_hook")
+    found = violation(checked(tmp_path, rows, rank_count=3), "collectives_match")
+    assert (found["rank"], found["step"], found["count"]) == (2, 0, 6)
+    assert (
+        "rank 2 reduces with default_hooks.allreduce_hook, rank 0 with DDP's own"
+        in (found["explanation"])
+    )
+
+
+def test_shadow_matches_anything(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "buckets", {"rank": 1, "step": 2}, kind="shadow", parameter_fqns=[], step=1)
+    assert "collectives_match" not in laws(checked(tmp_path, rows))
+
+
+def test_rank_that_never_came_is_named(tmp_path: Path) -> None:
+    rows = Job(3).made()
+    remove(rows, "buckets", rank=1, step=2, bucket_index=1)
+    edit(rows, "buckets", {"step": 2, "bucket_index": 1}, done_ns=None)
+    found = violation(checked(tmp_path, rows, rank_count=3), "collectives_match")
+    assert (found["rank"], found["step"], found["bucket_index"]) == (1, 2, 1)
+    assert found["explanation"] == (
+        "Step 2, bucket 1 (body.weight): rank 1 never came to the reduction, ranks 0,2 wait for it; its recording "
+        "was ended in step 2."
+    )
+
+
+def test_rank_whose_recording_was_cut_off_is_only_blamed_where_others_wait(tmp_path: Path) -> None:
+    rows = Job().made()
+    remove(rows, "buckets", rank=1, step=2)
+    answer = checked(tmp_path, rows, unclosed=(1,))
+    assert "collectives_match" not in laws(answer) and answer["cover"]["incomplete_ranks"] == [1]
+    edit(rows, "buckets", {"rank": 0, "step": 2}, done_ns=None)
+    waited = checked(tmp_path / "b", rows, unclosed=(1,))
+    assert (
+        "its recording was cut off in step 2"
+        in violation(waited, "collectives_match")["explanation"]
+    )
+
+
+def test_rows_that_were_dropped_are_no_absence(tmp_path: Path) -> None:
+    rows = Job().made()
+    remove(rows, "buckets", rank=1, step=2)
+    answer = checked(tmp_path, rows, rank_facts={"dropped": {"buckets": 2}})
+    assert laws(answer) == [] and answer["cover"]["dropped"] == {"buckets": 4}
+
+
+def test_numbers_that_a_chaining_hook_blurs_are_not_relied_on(tmp_path: Path) -> None:
+    rows = Job(hook_name="__main__.chaining").made()
+    for n, row in enumerate(matching(rows, "buckets", rank=1)):
+        row["collective_seq"] += n
+    answer = checked(tmp_path, rows)
+    assert laws(answer) == [] and answer["judged"]["reduction_is_mean"] == 6
+
+
+def test_run_without_numbers_is_paired_by_place(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "buckets", {}, collective_seq=None)
+    answer = checked(tmp_path, rows)
+    assert laws(answer) == [] and answer["judged"]["reduction_is_mean"] == 6

@@ -1,0 +1,100 @@
+"""`parameters_equal`: the first step, point and rank, and what it follows from."""
+
+from pathlib import Path
+
+from support.replicated import Job, checked, edit, laws, matching, violation
+
+
+def test_equal_parameters_break_nothing(tmp_path: Path) -> None:
+    answer = checked(tmp_path, Job(3).made(), rank_count=3)
+    assert answer["violations"] == [] and answer["judged"]["parameters_equal"] == 18
+
+
+def test_odd_rank_from_the_start_is_named(tmp_path: Path) -> None:
+    rows = Job(3).made()
+    for point in ("before", "after"):
+        edit(
+            rows,
+            "parameters",
+            {"rank": 1, "parameter_fqn": "head.bias", "point": point},
+            fingerprint=5,
+        )
+    [found] = checked(tmp_path, rows, rank_count=3)["violations"]
+    assert (found["law"], found["step"], found["rank"]) == ("parameters_equal", 0, 1)
+    assert found["parameter_fqn"] == "head.bias" and found["count"] == 1
+    assert found["explanation"] == (
+        "Step 0: rank 1's parameter head.bias differs from that of ranks 0,2 before the first forward. "
+        "They differ from the start. So in 2 later steps."
+    )
+
+
+def test_two_ranks_have_no_majority(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "parameters", {"rank": 1, "step": 1, "point": "after"}, fingerprint=5)
+    [found] = checked(tmp_path, rows)["violations"]
+    assert (found["step"], found["rank"], found["ranks"]) == (1, None, [0, 1])
+    assert found["count"] == 3 and found["parameter_fqn"] == "body.weight"
+    assert "after the optimizer's step (and 2 more parameters)" in found["explanation"]
+
+
+def test_buffers_and_parameters_outside_the_buckets_may_differ(tmp_path: Path) -> None:
+    rows = Job().made()
+    for kind, fqn in (("buffer", "body.mean"), ("parameter", "frozen")):
+        rows["parameters"] += [
+            {**row, "kind": kind, "parameter_fqn": fqn, "fingerprint": row["rank"]}
+            for row in matching(rows, "parameters", parameter_fqn="head.bias")
+        ]
+    assert checked(tmp_path, rows)["verdict"] == "clean"
+
+
+def test_without_buckets_what_requires_a_gradient_is_held_equal(tmp_path: Path) -> None:
+    rows = Job().made()
+    del rows["buckets"]
+    edit(rows, "groups", {}, unobserved="an old torch")
+    edit(rows, "parameters", {"parameter_fqn": "head.bias"}, requires_grad=False)
+    edit(rows, "parameters", {"rank": 1, "parameter_fqn": "head.bias"}, fingerprint=5)
+    assert checked(tmp_path, rows)["verdict"] == "clean"
+    edit(rows, "parameters", {"rank": 1, "parameter_fqn": "head.weight"}, fingerprint=5)
+    answer = checked(tmp_path / "b", rows)
+    assert violation(answer, "parameters_equal")["parameter_fqn"] == "head.weight"
+
+
+def test_parameters_of_other_groups_may_differ(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "groups", {}, role="tp")
+    edit(rows, "parameters", {"rank": 1}, fingerprint=5)
+    answer = checked(tmp_path, rows)
+    assert answer["verdict"] == "clean"
+    assert answer["not_judged"]["parameters_equal"] == "no data-parallel group was recorded"
+
+
+def test_module_of_which_each_rank_holds_a_shard_may_differ(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "buckets", {}, kind="reduce_scatter")
+    edit(rows, "parameters", {"rank": 1}, fingerprint=5)
+    edit(rows, "gradients", {"rank": 1, "point": "reduced"}, fingerprint=5)
+    answer = checked(tmp_path, rows)
+    assert laws(answer) == [] and "whole on each rank" in answer["not_judged"]["parameters_equal"]
+
+
+def test_rank_is_taken_from_the_cause(tmp_path: Path) -> None:
+    rows = Job().made()
+    for name in ("reduced", "final"):
+        edit(rows, "gradients", {"rank": 1, "step": 1, "point": name}, fingerprint=5)
+    edit(rows, "parameters", {"rank": 1, "step": 1, "point": "after"}, fingerprint=5)
+    answer = checked(tmp_path, rows)
+    assert laws(answer) == ["gradients_equal", "parameters_equal"]
+    found = violation(answer, "parameters_equal")
+    assert found["inherits"] == "gradients_equal"
+    assert found["explanation"].endswith("It follows from the above: the reduced gradients differ.")
+
+
+def test_parameters_that_differ_from_the_start_are_told_before_the_chain_of_the_step(
+    tmp_path: Path,
+) -> None:
+    rows = Job(3).made()
+    edit(rows, "parameters", {"rank": 1}, fingerprint=5)
+    edit(rows, "module_calls", {"rank": 0, "step": 0}, output_nan_count=1)
+    answer = checked(tmp_path, rows, rank_count=3)
+    assert laws(answer) == ["parameters_equal", "values_finite"]
+    assert answer["verdict"] == "violated" and answer["exit_code"] == 1

@@ -1,0 +1,191 @@
+"""The warnings: data, stale forwards, buckets that were not launched, wrappers passed by, passes that do not match."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.replicated import Job, Rows, checked, edit, laws, matching, remove, violation
+
+
+def first(rows: Rows, table: str, **where: Any) -> dict[str, Any]:
+    return matching(rows, table, **where)[0]
+
+
+def summary(row: dict[str, Any]) -> dict[str, Any]:
+    names = ("numel", "norm", "sum", "abs_max", "fingerprint", "sketch")
+    return {name: row[name] for name in names}
+
+
+def test_ranks_with_the_same_inputs_are_told(tmp_path: Path) -> None:
+    rows = Job(3).made()
+    for step in range(3):
+        same = summary(first(rows, "inputs", rank=0, step=step))
+        edit(rows, "inputs", {"rank": 2, "step": step}, **same)
+    answer = checked(tmp_path, rows, rank_count=3)
+    found = violation(answer, "data_differ")
+    assert (found["ranks"], found["count"], found["severity"]) == ([0, 2], 3, "warning")
+    assert found["explanation"] == (
+        "Step 0: ranks 0,2 were fed bit-equal inputs, in every step: they train on the same data."
+    )
+    assert answer["verdict"] == "clean" and answer["exit_code"] == 0
+
+
+def test_steps_with_the_same_inputs_are_listed(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "inputs", {"rank": 1, "step": 1}, **summary(first(rows, "inputs", rank=0, step=1)))
+    assert "in step 1:" in violation(checked(tmp_path, rows), "data_differ")["explanation"]
+
+
+def test_scalars_and_constants_are_no_data(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "inputs", {}, norm=4.0, abs_max=1.0, sum=16.0, fingerprint=5)
+    answer = checked(tmp_path, rows)
+    assert laws(answer) == [] and "no inputs were recorded" in answer["not_judged"]["data_differ"]
+
+
+def test_gradients_of_the_step_before_are_stale(tmp_path: Path) -> None:
+    rows = Job().made()
+    for row in matching(rows, "gradients", rank=1, step=2, point="local"):
+        where = {"rank": 1, "step": 1, "point": "local", "parameter_fqn": row["parameter_fqn"]}
+        row.update(summary(first(rows, "gradients", **where)))
+    found = violation(checked(tmp_path, rows), "forward_is_fresh")
+    assert (found["step"], found["rank"], found["count"]) == (2, 1, 1)
+    assert "3 gradients are bit-equal to those of step 1" in found["explanation"]
+
+
+def test_gradients_may_repeat_where_parameters_did_not_change_or_one_differs(
+    tmp_path: Path,
+) -> None:
+    rows = Job().made()
+    for row in matching(rows, "gradients", rank=1, step=2, point="local")[1:]:
+        where = {"rank": 1, "step": 1, "point": "local", "parameter_fqn": row["parameter_fqn"]}
+        row.update(summary(first(rows, "gradients", **where)))
+    assert laws(checked(tmp_path, rows)) == []
+    for rank in range(2):
+        for row in matching(rows, "gradients", step=2, rank=rank, point="local"):
+            where = {
+                "rank": rank,
+                "step": 1,
+                "point": "local",
+                "parameter_fqn": row["parameter_fqn"],
+            }
+            row.update(summary(first(rows, "gradients", **where)))
+    edit(rows, "parameters", {}, fingerprint=9)
+    assert "forward_is_fresh" not in laws(checked(tmp_path / "b", rows))
+
+
+def test_parameters_left_out_of_every_bucket_are_told_with_those_that_are_why(
+    tmp_path: Path,
+) -> None:
+    rows = Job().made()
+    remove(rows, "buckets", step=1, bucket_index=0)
+    remove(rows, "gradients", step=1, point="local", parameter_fqn="head.bias")
+    found = violation(checked(tmp_path, rows), "buckets_launched")
+    assert (found["step"], found["ranks"], found["parameter_fqn"]) == (1, [0, 1], "head.bias")
+    assert found["explanation"] == (
+        "Step 1, ranks 0-1: backward pass 0 launched no bucket of 2 parameters: head.bias got no gradient, so its "
+        "buckets were never full, and the gradients of head.weight stayed the rank's own. So in 2 backward passes."
+    )
+
+
+def test_pass_without_any_bucket_is_left_to_one_law(tmp_path: Path) -> None:
+    rows = Job().made()
+    remove(rows, "buckets", step=1)
+    edit(rows, "gradients", {"rank": 1, "step": 1, "point": "reduced"}, fingerprint=5)
+    assert laws(checked(tmp_path, rows)) == ["buckets_launched"]
+
+
+def test_bucket_that_was_never_done_is_told_with_who_waited(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "buckets", {"rank": 0, "step": 2, "bucket_index": 1}, done_ns=None)
+    edit(rows, "backward_passes", {"rank": 0, "step": 2}, error="RuntimeError: timed out")
+    found = violation(checked(tmp_path, rows), "buckets_launched")
+    assert (found["rank"], found["bucket_index"]) == (0, 1)
+    assert "rank 0 waited, until the backward pass ended with RuntimeError" in found["explanation"]
+
+
+def test_model_called_past_its_wrapper_is_told(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "backward_passes", {"step": 1}, ddp_sync="bypassed")
+    remove(rows, "buckets", step=1)
+    remove(rows, "gradients", step=1, point="reduced")
+    found = violation(checked(tmp_path, rows), "wrapper_called")
+    assert (found["step"], found["ranks"], found["count"]) == (1, [0, 1], 2)
+    assert "called past its DDP wrapper" in found["explanation"]
+
+
+@pytest.mark.parametrize(
+    ("syncs", "said"),
+    [
+        (("sync", "no_sync"), "no_sync on the wrong microbatch, off by one"),
+        (("no_sync", "no_sync"), "as was every other: the gradients were never reduced"),
+        (("no_sync", "sync"), None),
+    ],
+)
+def test_last_of_several_passes_has_to_reduce(
+    tmp_path: Path, syncs: tuple[str, str], said: str | None
+) -> None:
+    rows = Job().made()
+    for row in matching(rows, "backward_passes", step=1):
+        again = {**row, "backward_index": 1, "microbatch": 1, "ddp_sync": syncs[1]}
+        rows["backward_passes"].append(again)
+        row["ddp_sync"] = syncs[0]
+    if syncs[0] == "no_sync":
+        edit(rows, "buckets", {"step": 1}, backward_index=1)
+    if "sync" not in syncs:
+        remove(rows, "buckets", step=1)
+    edit(rows, "gradients", {"step": 1, "point": "reduced"}, backward_index=1)
+    answer = checked(tmp_path, rows)
+    if said is None:
+        assert laws(answer) == []
+    else:
+        assert said in violation(answer, "last_pass_reduces")["explanation"]
+
+
+def test_step_without_an_optimizer_need_not_reduce(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "backward_passes", {"step": 2}, ddp_sync="no_sync")
+    for table, where in (
+        ("buckets", {}),
+        ("gradients", {"point": "final"}),
+        ("optimizer_groups", {}),
+    ):
+        remove(rows, table, step=2, **where)
+    assert laws(checked(tmp_path, rows)) == []
+
+
+def test_ranks_with_different_numbers_of_passes_are_told(tmp_path: Path) -> None:
+    rows = Job(3).made()
+    edit(rows, "steps", {"rank": 1, "step": 1}, backward_count=2)
+    found = violation(checked(tmp_path, rows, rank_count=3), "passes_match")
+    assert (found["rank"], found["step"], found["group"]) == (1, 1, "0")
+    assert found["explanation"] == (
+        "Step 1: rank 1 made 2 backward passes, ranks 0,2 made 1 backward pass. So in 1 step."
+    )
+
+
+def without_last_step(rows: Rows, rank: int) -> Rows:
+    for of_table in rows.values():
+        of_table[:] = [r for r in of_table if r["rank"] != rank or r.get("step") != 2]
+    return rows
+
+
+def test_rank_that_ended_early_is_told(tmp_path: Path) -> None:
+    rows = without_last_step(Job().made(), 1)
+    found = violation(checked(tmp_path, rows), "passes_match")
+    assert (found["rank"], found["step"]) == (1, 2)
+    assert (
+        "rank 1 ended after step 1, other ranks of its group went on to step 2"
+        in (found["explanation"])
+    )
+    killed = checked(tmp_path / "b", rows, unclosed=(1,))
+    assert "passes_match" not in laws(killed)
+
+
+def test_rank_that_joined_may_end_early(tmp_path: Path) -> None:
+    rows = Job().made()
+    shadows = [{**r, "kind": "shadow"} for r in matching(rows, "buckets", rank=1, step=2)]
+    without_last_step(rows, 1)
+    rows["buckets"] += shadows
+    assert "passes_match" not in laws(checked(tmp_path, rows))
