@@ -72,6 +72,7 @@ class Difference:
     key: Mapping[str, Any]
     exceeds: bool = True
     event_index: int | None = None
+    bucket_index: int | None = None
     reads: Change | None = None
     writes: Change | None = None
     values: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -114,6 +115,14 @@ class Alignment:
             "DELETE FROM differing_gradients WHERE only_in IS NOT NULL AND key_point = 'carried' "
             "AND coalesce(writes_b_abs_max, writes_c_abs_max) = 0 "
             "AND coalesce(writes_b_nan_count, writes_c_nan_count) = 0"
+        )
+        # Buckets of another size or order are no difference: parameters still pair by their gradients.
+        connection.execute(
+            "DELETE FROM differing_buckets d WHERE only_in IS NOT NULL AND EXISTS (SELECT 1 FROM "
+            "(SELECT 'candidate' AS side, rank, step, backward_index FROM baseline.buckets UNION ALL "
+            "SELECT 'baseline', rank, step, backward_index FROM candidate.buckets) o "
+            "WHERE o.side = d.only_in AND o.rank = d.rank AND o.step = d.step "
+            "AND o.backward_index = d.key_backward_index)"
         )
         other = {"baseline": "candidate", "candidate": "baseline"}
         for table in LINK_TABLES:
@@ -300,6 +309,7 @@ def _difference(table: LinkTable, row: Mapping[str, Any]) -> Difference:
         key={k: row[f"key_{k}"] for k in table.key},
         exceeds=bool(row["exceeds"]),
         event_index=row.get("event_index"),
+        bucket_index=row.get("bucket_index"),
         reads=changes.get("reads"),
         writes=changes.get("writes"),
         values={v: pair for v, pair in pairs.items() if not _same(*pair)},

@@ -236,7 +236,7 @@ def _setting(run: Run, name: str) -> Any:
 
 def _asked_differently(runs: Mapping[str, Run]) -> bool:
     """Whether the sides were told to record different things: then what one alone has says nothing."""
-    return any(
+    return len({run.schema_version for run in runs.values()}) > 1 or any(
         len({str(_setting(run, name)) for run in runs.values()}) > 1
         for name in ("detail", "summary", "modules")
     )

@@ -53,6 +53,13 @@ class Origin:
         return name if isinstance(name, str) else None
 
     @property
+    def is_of_its_rank(self) -> bool:
+        """Whether it lies in what the rank does by itself: then it cannot come from another rank."""
+        if self.link != "bucket":
+            return self.link in LOCAL_LINKS or self.link == "structure"
+        return self.between or bool(self.difference.values)
+
+    @property
     def factor(self) -> float | None:
         """f where candidate = f x baseline within noise."""
         return self.change.factor if self.change is not None else None
@@ -136,9 +143,9 @@ def firsts(
 
 def split_by_inheritance(candidates: Sequence[Origin]) -> tuple[list[Origin], list[Origin]]:
     """(origins, inherited): a rank that first differs where ranks meet inherits from one that did before."""
-    local = [o for o in candidates if o.link in LOCAL_LINKS]
+    local = [o for o in candidates if o.is_of_its_rank]
     origins = local or list(candidates)
-    inherited = [] if not local else [o for o in candidates if o.link not in LOCAL_LINKS]
+    inherited = [] if not local else [o for o in candidates if not o.is_of_its_rank]
     return _merged(origins), inherited
 
 
@@ -180,10 +187,37 @@ def _first(
             return _origin("local_gradient", first, first.reads, between=True)
         change = first.reads if arrived else change
         return _origin("backward", first, change, first.key.get("module_fqn"), arrived)
+    if first.table == "backward_passes" and "ddp_sync" in first.values:
+        return _origin("bucket", first, None)
+    if first.table == "backward_passes":
+        return _origin("loss", first, _scaled_alike(own, first))
+    if first.table == "buckets":
+        change = first.reads if arrived else change
+        return _origin("bucket", first, change, first.key["module_fqn"], arrived)
     others = sum(d.table == first.table and d.link == first.link for d in own) - 1
     owner = first.key.get("parameter_fqn")
     holder = str(owner).rpartition(".")[0] if owner is not None else None
     return _origin(first.link, first, change, holder, others=others)
+
+
+def _scaled_alike(own: Sequence[Difference], loss: Difference) -> Change | None:
+    """A gradient on its way from the loss to the first parameter that is scaled as the loss is: a wrong divisor.
+
+    The first Nodes of the pass may be others, or others' factors: it is there that the code differs.
+    """
+    before, after = loss.values.get("loss", (None, None))
+    if not before or not after:
+        return None
+    for d in own:
+        if d.key.get("backward_index") != loss.key["backward_index"]:
+            continue
+        if d.table == "gradients":
+            return None
+        for change in (d.reads, d.writes) if d.table == "node_events" else ():
+            factor = change.factor if change is not None and d.only_in is None else None
+            if factor is not None and abs(factor / (after / before) - 1) < 1e-3:
+                return change
+    return None
 
 
 def _origin(
@@ -237,7 +271,9 @@ def _merged(origins: list[Origin]) -> list[Origin]:
     places: dict[tuple[Any, ...], Origin] = {}
     for origin in origins:
         d = origin.difference
-        key = (origin.link, d.table, origin.between, *(str(d.key[k]) for k in sorted(d.key)))
+        factor = None if origin.factor is None else f"{origin.factor:.3g}"
+        scale = factor if origin.link == "loss" else None
+        key = (origin.link, d.table, origin.between, scale, *(str(d.key[k]) for k in sorted(d.key)))
         known = places.get(key)
         if known is None:
             places[key] = origin

@@ -57,7 +57,9 @@ LINK_TABLES = (
         reads="input_",
         writes="output_",
     ),
-    LinkTable("backward_passes", ("microbatch", "backward_index", "kind"), values=("loss",)),
+    LinkTable(
+        "backward_passes", ("microbatch", "backward_index", "kind"), values=("loss", "ddp_sync")
+    ),
     LinkTable(
         "node_events",
         (
@@ -72,6 +74,13 @@ LINK_TABLES = (
         ),
         reads="grad_output_",
         writes="grad_input_",
+    ),
+    LinkTable(
+        "buckets",
+        ("microbatch", "backward_index", "kind", "root", "module_fqn", "parameter_fqns"),
+        reads="before_",
+        writes="after_",
+        values=("hook_name", "divisor"),
     ),
     LinkTable("gradients", ("backward_index", "root", "parameter_fqn", "point"), writes=""),
     LinkTable(
@@ -94,6 +103,7 @@ _BY_TABLE = {
     "module_calls": "forward",
     "backward_passes": "loss",
     "node_events": "backward",
+    "buckets": "bucket",
     "optimizer_groups": "optimizer",
 }
 

@@ -83,6 +83,7 @@ def differing(table: LinkTable, unread: str) -> str:
         "CASE WHEN b.rank IS NULL THEN 'candidate' WHEN c.rank IS NULL THEN 'baseline' END AS only_in",
         *(f"coalesce(b.{k}, c.{k}) AS key_{k}" for k in table.key),
         *(["coalesce(b.event_index, c.event_index) AS event_index"] * (name == "node_events")),
+        *(["coalesce(b.bucket_index, c.bucket_index) AS bucket_index"] * (name == "buckets")),
     ]
     differs, exceeds, errors = [], [], []
     for role, p in table.sides:
@@ -100,7 +101,9 @@ def differing(table: LinkTable, unread: str) -> str:
         )
     for value in table.values:
         columns.append(f"b.{value} AS value_b_{value}, c.{value} AS value_c_{value}")
-        differs.append(f"b.{value} IS DISTINCT FROM c.{value}")
+        # A pass has no `ddp_sync` without DDP, and in runs of schema 1: that is no difference.
+        unequal = "<>" if value == "ddp_sync" else "IS DISTINCT FROM"
+        differs.append(f"coalesce(b.{value} {unequal} c.{value}, false)")
         if value == "loss":
             exceeds.append(_LOSS_EXCEEDS)
         else:

@@ -1,0 +1,239 @@
+"""An origin in words: where it is, how large, and what was equal before it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from gradtrace_analyzer.diff import Answer, Origin
+from gradtrace_analyzer.run import ranks_phrase
+
+
+def unseen_sentence(origin: Origin, answer: Answer) -> str:
+    """The first recorded difference, where what lies in front of it was not recorded or not compared."""
+    verb = (
+        f"is in the {origin.difference.only_in} alone"
+        if origin.difference.only_in
+        else _size(origin)
+    )
+    return (
+        f"Step {origin.step}, {ranks_phrase(origin.ranks)}: {_row_name(origin)} {verb}. It is the first "
+        f"difference among what was compared; what came before may be its cause, since "
+        f"{', '.join(answer.unseen)} were not compared."
+    )
+
+
+def origin_sentence(origin: Origin) -> str:
+    """The sentence of an origin before which everything was compared."""
+    d, where = origin.difference, f"Step {origin.step}, {ranks_phrase(origin.ranks)}: "
+    size = _size(origin)
+    module = _module(origin.module_fqn)
+    if origin.link == "structure":
+        return f"{where}{_row_name(origin)} is in the {d.only_in} alone; all before it is equal."
+    if origin.link == "parameters":
+        what = "changed since the step before" if origin.step else "differs from the start"
+        return (
+            f"{where}{origin.parameter_fqn}{_and_others(origin)} {what}: it {size} "
+            "before the step's first forward."
+        )
+    if origin.link == "inputs":
+        return f"{where}the input {d.key['name']!r}{_and_others(origin)} {size}."
+    if origin.link == "rng":
+        return (
+            f"{where}the random generator stands elsewhere when the step begins, for the first time; "
+            f"{_module(d.key['module_fqn'])} is the first to show it: what it "
+            f"{'receives' if origin.between else 'returns'} {size}."
+        )
+    if origin.link == "forward" and origin.between:
+        return (
+            f"{where}what {_module(d.key['module_fqn'])} receives {size}, although the outputs of all "
+            f"modules before it are equal: the code of {module} in front of it is where they part."
+        )
+    if origin.link == "forward":
+        again = ", recomputed in the backward pass," if d.key.get("phase") == "recompute" else ""
+        return (
+            f"{where}the output of {module}{again} {size}, although its inputs are equal, and its "
+            "parameters were when the step began."
+        )
+    if origin.link == "loss":
+        a, b = d.values.get("loss", (None, None))
+        scaled = ""
+        if origin.factor is not None:
+            scaled = (
+                f" and the gradient that leaves it is {origin.factor:.4g} times the baseline's,"
+            )
+        return (
+            f"{where}the loss is {_number(b)} instead of {_number(a)},{scaled} although the outputs of all "
+            "modules are equal: the code between the model and backward() is where they part."
+        )
+    if origin.link == "backward" and origin.between:
+        return (
+            f"{where}the gradient arriving at {module} ({origin.node_name}) {size}, although all Nodes "
+            "that ran before gave equal gradients: a tensor hook, the gradient given to backward(), or "
+            "code outside any Node changed it."
+        )
+    if origin.link == "backward":
+        return (
+            f"{where}the gradient leaving {module} ({origin.node_name}) {size}, although everything "
+            "it reads is equal."
+        )
+    if origin.link == "carried_gradient" and d.only_in is not None:
+        return (
+            f"{where}{origin.parameter_fqn}{_and_others(origin)} begins the step with a gradient left in "
+            f".grad, in the {d.only_in} alone."
+        )
+    if origin.link == "carried_gradient":
+        return (
+            f"{where}{origin.parameter_fqn}{_and_others(origin)} begins the step with another .grad: "
+            f"it {size} before the first backward pass."
+        )
+    if origin.link == "local_gradient":
+        return (
+            f"{where}the gradient accumulated for {origin.parameter_fqn} {size}, although the gradients "
+            "that the Nodes gave are equal: a hook on the parameter changed it."
+        )
+    if origin.link == "bucket":
+        return where + _bucket_sentence(origin)
+    if origin.link == "reduced_gradient":
+        return (
+            f"{where}the reduced gradient of {origin.parameter_fqn}{_and_others(origin)} {size}, "
+            "although the local gradients are equal on all ranks: the reduction is where they part."
+        )
+    if origin.link == "clip":
+        return (
+            f"{where}the gradient of {origin.parameter_fqn}{_and_others(origin)} that the optimizer saw "
+            f"{size}, although it was equal after the backward pass: code between backward() and the "
+            "optimizer's step (clipping, unscaling) is where they part."
+        )
+    if d.table == "optimizer_groups":
+        changed = [
+            f"{name} is {_number(b)} instead of {_number(a)}"
+            for name, (a, b) in _settings_apart(d.values).items()
+        ]
+        return (
+            f"{where}group {d.key['group_index']} of optimizer {d.key['optimizer_index']} was set "
+            f"otherwise: {'; '.join(changed)}."
+        )
+    return (
+        f"{where}{origin.parameter_fqn}{_and_others(origin)} {size} after the optimizer's step, although "
+        "its gradient, its value before the forward and the optimizer's settings are equal: the optimizer, "
+        "its state, or code that changed it in between is where they part."
+    )
+
+
+def _bucket_sentence(origin: Origin) -> str:
+    d = origin.difference
+    if "ddp_sync" in d.values:
+        said = {"sync": "reduces", "no_sync": "does not reduce (no_sync)"}
+        a, b = (said.get(v, f"is {v}") for v in d.values["ddp_sync"])
+        return (
+            f"backward pass {d.key['backward_index']} {b} in the candidate and {a} in the baseline; "
+            "all before it is equal."
+        )
+    if d.values:
+        changed = [f"{name} is {b} instead of {a}" for name, (a, b) in d.values.items()]
+        return f"{_bucket(origin)} is reduced otherwise: {'; '.join(changed)}."
+    if origin.between:
+        return (
+            f"{_bucket(origin)} {_size(origin)} as it goes into its reduction, although the local gradients are "
+            "equal: something changed them, or what .grad held, in between."
+        )
+    return (
+        f"{_bucket(origin)} {_size(origin)} as it comes out of its reduction, although what every rank put in "
+        "is equal: the reduction is where they part."
+    )
+
+
+def _bucket(origin: Origin) -> str:
+    """`bucket 0 (head.weight and 5 more)`."""
+    names = [str(name) for name in origin.difference.key.get("parameter_fqns") or ()]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"bucket {origin.difference.bucket_index} ({names[0] if names else '?'}{more})"
+
+
+def _size(origin: Origin) -> str:
+    """`differs by 1.0e-02 (1.01 times the baseline)`, or what became of finite numbers."""
+    change = origin.change
+    if change is None or change.baseline is None or change.candidate is None:
+        return "differs"
+    for count, what in (("nan_count", "NaN"), ("inf_count", "infinite")):
+        a, b = change.baseline[count] or 0, change.candidate[count] or 0
+        if a != b:
+            return f"has {b:,} {what} elements of {change.candidate['numel']:,} where the baseline has {a:,}"
+    if change.candidate["norm"] == 0 and change.baseline["norm"]:
+        return "is all zero"
+    for name, what in (("numel", "elements"), ("dtype", "as its dtype")):
+        a, b = change.baseline[name], change.candidate[name]
+        if a != b and None not in (a, b):
+            return f"has {b} {what} instead of {a}"
+    factor = change.factor
+    if factor is not None and abs(factor + 1) < 1e-3:
+        return "has its sign flipped"
+    if factor is not None:
+        times = f"{factor:.4g}" if abs(factor - 1) > 1e-3 else f"{factor:.8g}"
+        return f"differs by {abs(factor - 1):.1e} (it is {times} times the baseline's)"
+    if change.error is None:
+        return "differs"
+    if change.error == 0:
+        return "differs in bits that its norm, sum and sketch do not show"
+    ratio: float = change.candidate["norm"] / (change.baseline["norm"] or 1.0)
+    larger = f" (its norm is {ratio:.3g} times the baseline's)" if ratio > 3 else ""
+    return f"differs by {change.error:.1e}{larger}"
+
+
+def place_of(origin: Origin) -> str:
+    """The place alone, for a list."""
+    if origin.link == "backward":
+        return f"{_module(origin.module_fqn)} ({origin.node_name})"
+    if origin.parameter_fqn is not None:
+        return f"{origin.parameter_fqn} ({origin.link})"
+    if origin.difference.table == "buckets":
+        return _bucket(origin)
+    if origin.link in ("forward", "rng"):
+        return f"{_module(origin.module_fqn)} ({origin.link})"
+    return origin.link
+
+
+def _row_name(origin: Origin) -> str:
+    key = origin.difference.key
+    if origin.node_name is not None:
+        return f"Node {origin.node_name} of {_module(key.get('module_fqn'))}"
+    if "phase" in key:
+        return f"the {key['phase']} call of {_module(key['module_fqn'])}"
+    if origin.parameter_fqn is not None:
+        return f"{origin.parameter_fqn} ({origin.difference.link.replace('_', ' ')})"
+    if origin.difference.table == "buckets":
+        return f"the reduction of {_bucket(origin)} in backward pass {key['backward_index']}"
+    if "name" in key:
+        return f"the input {key['name']!r} of call {key['call_index']}"
+    if "group_index" in key:
+        return f"the step of optimizer {key['optimizer_index']} (group {key['group_index']})"
+    if "kind" in key:
+        return f"backward pass {key['backward_index']}"
+    return f"a row of {origin.difference.table}"
+
+
+def _module(fqn: str | None) -> str:
+    if fqn is None:
+        return "code outside any module"
+    return fqn or "the root module"
+
+
+def _settings_apart(values: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    """A group's values that differ, of its hyperparameters only those that do."""
+    found = dict(values)
+    before, after = found.pop("hyperparameters", ("{}", "{}"))
+    old, new = json.loads(before or "{}"), json.loads(after or "{}")
+    for name in sorted({*old, *new}):
+        if old.get(name) != new.get(name):
+            found[name] = (old.get(name), new.get(name))
+    return found
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _and_others(origin: Origin) -> str:
+    return f" (and {origin.other_count} more)" if origin.other_count > 0 else ""
