@@ -154,6 +154,8 @@ def _largest(entry: Mapping[str, Any]) -> Any:
 
 
 def _error_text(change: Change | None) -> str:
+    if change is not None and change.factor is not None:
+        return f", {change.factor:.4g} times the baseline's"
     return "" if change is None or change.error is None else f", differs by {change.error:.1e}"
 
 

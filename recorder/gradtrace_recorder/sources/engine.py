@@ -79,8 +79,8 @@ class EngineSource:
         try:
             result = run(*args, **kwargs)
         except BaseException as error:
-            self._end(begun, error)
             failure = RELAYS.own_failure(error)
+            self._end(begun, failure or error)
             if failure is None:
                 raise
         else:
