@@ -33,7 +33,10 @@ def start(directory: str, **settings: str | bool | int) -> None:
 
 
 def stop() -> None:
-    """End the recording: everything is on disk when it returns, and no hook, patch or thread is left."""
+    """End the recording: everything is on disk when it returns, and no hook, patch or thread is left.
+
+    But for what a DDP reducer was given, which it does not give back: see `relays.py`.
+    """
     stop_session()
 
 

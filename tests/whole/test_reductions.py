@@ -251,3 +251,28 @@ def rows_of_a_living_run(run: Path) -> list[tuple[Any, ...]]:
         return connection.execute(
             "SELECT backward_index, done_ns FROM buckets WHERE rank = 0 ORDER BY record_index"
         ).fetchall()
+
+
+KILLED_IN_A_REDUCTION = """
+import os, signal, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+net = DDP(torch.nn.Linear(3, 3))
+pids = [torch.zeros(1, dtype=torch.long) for _ in range(2)]
+dist.all_gather(pids, torch.tensor([os.getpid()]))
+for _ in range(2):
+    net(torch.ones(1, 3)).sum().backward()
+if dist.get_rank() == 1:
+    time.sleep(2)
+    os.kill(int(pids[0]), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+net(torch.ones(1, 3)).sum().backward()
+"""
+
+
+def test_a_bucket_under_way_outlives_a_kill(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(KILLED_IN_A_REDUCTION)
+    run_job(tmp_path / "job.py", ranks=2, recorded=tmp_path / "run")
+    found = rows_of_a_living_run(tmp_path / "run")
+    assert [index for index, _ in found] == [0, 1, 2]
+    assert found[2][1] is None and None not in [done for _, done in found[:2]]
