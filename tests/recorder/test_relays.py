@@ -128,3 +128,29 @@ def test_a_bypassed_wrapper_is_said(tmp_path: Path) -> None:
 
 def test_relays_hold_no_reducer() -> None:
     assert not list(RELAYS._of)
+
+
+@ranks(2)
+def test_our_own_failure_at_a_bucket_changes_no_gradient(tmp_path: Path) -> None:
+    """The DDP source closes and says so; the other sources record on."""
+    from gradtrace_recorder.rows import Rows
+
+    torch.manual_seed(0)
+    net = DistributedDataParallel(nn.Linear(3, 3))
+    reference = backward(net)
+
+    def broken(self: Rows, *args: object, **fields: object) -> None:
+        raise ValueError("broken on purpose")
+
+    original, Rows.hold_bucket = Rows.hold_bucket, broken  # type: ignore[method-assign, assignment]
+    try:
+        with recording(tmp_path / "run", strict=False):
+            seen = [backward(net), backward(net)]
+    finally:
+        Rows.hold_bucket = original  # type: ignore[method-assign]
+    dist.barrier()
+    for gradients in seen:
+        assert all(torch.equal(a, b) for a, b in zip(reference, gradients, strict=True))
+    assert rows(tmp_path / "run", "SELECT count(*) FROM backward_passes") == [(4,)]
+    (problems,) = rows(tmp_path / "run", "SELECT problems FROM ranks WHERE rank = 0")[0]
+    assert "DDP source failed" in problems and "broken on purpose" in problems

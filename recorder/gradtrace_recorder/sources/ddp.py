@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import nn
@@ -15,6 +16,10 @@ from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.relays import RELAYS, Relay, hook_name
 from gradtrace_recorder.sources.groups import collective_seq, write_reducing_module
 from gradtrace_recorder.sources.state import inside_backward, record_gradients
+
+P = ParamSpec("P")
+# A text of the journal has at most 64 KiB: names of a bucket with very many parameters are cut off as a list.
+_MOST_TEXT = 48 << 10
 
 
 class _Ddp:
@@ -38,15 +43,35 @@ class _Ddp:
 class _Bucket:
     """A bucket that was launched and has no row yet."""
 
-    __slots__ = ("done_ns", "fields", "future", "held", "parameter_ids", "place")
+    __slots__ = (
+        "done_ns", "fields", "future", "held", "is_on_cpu", "parameter_ids", "place", "relay",
+    )  # fmt: skip
 
-    def __init__(self, parameter_ids: tuple[int, ...]) -> None:
+    def __init__(self, relay: Relay, parameter_ids: tuple[int, ...], *, is_on_cpu: bool) -> None:
+        self.relay = relay
         self.parameter_ids = parameter_ids
+        self.is_on_cpu = is_on_cpu
         self.future: Any = None
         self.done_ns: int | None = None
         self.held: int | None = None
         self.place: tuple[int, int, int] = (0, 0, 0)
         self.fields: dict[str, Any] = {}
+
+
+def _guarded(
+    method: Callable[Concatenate[DdpSource, P], None],
+) -> Callable[Concatenate[DdpSource, P], None]:
+    """Our failure here ends this source's recording, not that of the source which calls it."""
+
+    @functools.wraps(method)
+    def call(self: DdpSource, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.guard.is_open:
+            try:
+                method(self, *args, **kwargs)
+            except Exception as error:
+                self.guard.failed(error)
+
+    return call
 
 
 class DdpSource:
@@ -58,7 +83,7 @@ class DdpSource:
 
     def __init__(self, gate: Gate, guard: Guard) -> None:
         self._gate = gate
-        self._guard = guard
+        self.guard = guard
         self._known: weakref.WeakKeyDictionary[Any, _Ddp] = weakref.WeakKeyDictionary()
         self._open: list[_Bucket] = []
         self._ready: dict[int, int] = {}
@@ -69,20 +94,21 @@ class DdpSource:
         RELAYS.attach()
         RELAYS.observer = self
 
+    @_guarded
     def finish(self) -> None:
         """Write the rows of what is open: the recording ends."""
-        recording = self._gate.recording
-        if recording is not None and self._guard.is_open:
-            self._settle(recording)
+        if self._gate.recording is not None:
+            self._settle(self._gate.recording)
 
     def detach(self) -> None:
         """See no more."""
-        self._guard.is_open = False
+        self.guard.is_open = False
         if RELAYS.observer is self:
             RELAYS.detach()
 
     # What the other sources tell.
 
+    @_guarded
     def root_called(self, module: nn.Module) -> None:
         """A root is called in grad mode, outside backward: DDP modules made since get their relays."""
         if len(RELAYS.ddps) != len(self._known):
@@ -92,6 +118,7 @@ class DdpSource:
             if about.state is None and id(module) in about.inner_ids:
                 about.state = "bypassed"
 
+    @_guarded
     def forward_begins(self, module: nn.Module) -> None:
         """A wrapper is called in grad mode. Its reducer prepares unless `no_sync` is on.
 
@@ -103,6 +130,7 @@ class DdpSource:
             about = self._about(module)
             about.state = "sync" if module.require_backward_grad_sync else "no_sync"
 
+    @_guarded
     def backward_begins(self, recording: Recording, backward_index: int) -> None:
         """A top-level accumulating pass is about to start."""
         self._settle(recording)
@@ -128,6 +156,7 @@ class DdpSource:
         states = {self._state(about) for about in self._touched()}
         return next((s for s in ("sync", "no_sync", "bypassed") if s in states), None)
 
+    @_guarded
     def backward_done(self, recording: Recording, backward_index: int, microbatch: int) -> None:
         """A top-level accumulating pass has returned: rows of its buckets, and of the gradients they left."""
         launched = {key for bucket in self._open for key in bucket.parameter_ids}
@@ -150,6 +179,7 @@ class DdpSource:
             ]
             record_gradients(recording, "reduced", backward_index, microbatch, chosen)
 
+    @_guarded
     def backward_failed(self, recording: Recording) -> None:
         """A top-level accumulating pass has raised: the rows of what it launched."""
         self._settle(recording)
@@ -159,37 +189,31 @@ class DdpSource:
     def launched(self, relay: Relay, bucket: Any) -> _Bucket | None:
         """A bucket's hook is about to run."""
         recording = self._gate.recording
-        if recording is None or not self._guard.is_open:
+        if recording is None or not self.guard.is_open:
             return None
         try:
             if recording.timeline.is_recorded and recording.settings.records_state:
                 return self._launched(recording, relay, bucket)
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
         return None
 
+    @_guarded
     def reducing(self, opened: _Bucket, future: Any) -> None:
         """Its hook has returned a future."""
-        recording = self._gate.recording
-        if recording is None or not self._guard.is_open:
+        recording, relay = self._gate.recording, opened.relay
+        if recording is None:
             return
-        try:
-            fields = opened.fields
-            relay = fields.pop("relay")
-            fields["divisor"] = relay.divisor if relay.is_free else None
-            ddp = relay.ddp
-            fields["collective_seq"] = (
-                collective_seq(ddp.process_group) if ddp is not None else None
-            )
-            if isinstance(
-                future, torch._C.Future
-            ):  # anything else is refused by DDP in its own words
-                opened.future = future
-                if not relay.is_free:
-                    future.add_done_callback(lambda _: self.done(opened))
-            opened.held = recording.rows.hold_bucket(*opened.place, **fields)
-        except Exception as error:
-            self._guard.failed(error)
+        opened.fields["divisor"] = relay.divisor if relay.is_free else None
+        ddp = relay.ddp
+        if ddp is not None:
+            opened.fields["collective_seq"] = collective_seq(ddp.process_group)
+        # What is no future is refused by DDP in its own words. A device's is done when the reduction is queued.
+        if isinstance(future, torch._C.Future) and opened.is_on_cpu:
+            opened.future = future
+            if not relay.is_free:
+                future.add_done_callback(lambda _: self.done(opened))
+        opened.held = recording.rows.hold_bucket(*opened.place, **opened.fields)
 
     def done(self, opened: _Bucket) -> None:
         """Its reduction is done."""
@@ -205,15 +229,14 @@ class DdpSource:
             self._settle(recording, only_done=True)  # a rank that has joined runs no pass
         parameters = bucket.parameters()
         ids = tuple(map(id, parameters))
-        opened = _Bucket(ids)
         about = self._about(relay.ddp) if relay.ddp is not None else None
         buffer = bucket.buffer()
         index = bucket.index()
+        opened = _Bucket(relay, ids, is_on_cpu=buffer.device.type == "cpu")
         opened.place = (timeline.step, timeline.microbatch, self._backward_index)
         ready = [self._ready[key] for key in ids if key in self._ready]
         root, module_fqn = self._place(recording, about, parameters)
         opened.fields = {
-            "relay": relay,
             "bucket_index": index,
             "is_last": bucket.is_last(),
             "hook_name": relay.hook_name,
@@ -227,6 +250,8 @@ class DdpSource:
             "layout_index": None if about is None else _layout(about, index, ids),
             "numel": buffer.numel(),
             "dtype": str(buffer.dtype).removeprefix("torch."),
+            "divisor": None,
+            "collective_seq": None,
             "before": recording.summariser.of(buffer),
         }
         self._open.append(opened)
@@ -241,10 +266,6 @@ class DdpSource:
             if only_done and bucket.done_ns is None:
                 break
             del self._open[0]
-            if "relay" in bucket.fields:  # its hook raised
-                del bucket.fields["relay"]
-            bucket.fields.setdefault("divisor", None)
-            bucket.fields.setdefault("collective_seq", None)
             after, done_ns = None, None
             result = _result(bucket.future)
             if result is not None:
@@ -287,7 +308,10 @@ class DdpSource:
             return None, None
         if about.place[0] is None:
             ddp = about.module()
-            name = recording.names.module(ddp) if ddp is not None else None
+            # A wrapper that was never called has no name of its own.
+            wrappers = [] if ddp is None else [ddp, ddp.module]
+            names = [recording.names.module(m) for m in wrappers]
+            name = next((n for n in names if n is not None), None)
             if name is not None:
                 about.place = (name.root, name.fqn)
             elif not about.is_called:
@@ -350,9 +374,6 @@ def _fqns(recording: Recording, parameters: list[torch.Tensor]) -> str:
         fqns = fqns[: len(fqns) // 2]
         text = json.dumps([*fqns, f"... and {len(names) - len(fqns)} more"])
     return text
-
-
-_MOST_TEXT = 48 << 10
 
 
 def _result(future: Any) -> torch.Tensor | None:
