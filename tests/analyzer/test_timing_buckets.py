@@ -176,6 +176,16 @@ def test_shadows_and_reduce_scatters_are_listed_apart(tmp_path: Path) -> None:
     assert "Not in the answers above" in timing(path, "--buckets").stdout
 
 
+def test_shadows_of_a_rank_that_has_joined_lie_in_no_pass_of_its_own(tmp_path: Path) -> None:
+    job = TimedJob(late=late)
+    rows = job.rows()
+    last = next(row for row in rows["buckets"] if (row["rank"], row["step"]) == (0, 3))
+    later = {name: last[name] + 50 * MS for name in ("launched_ns", "done_ns")}
+    rows["buckets"].append({**last, **later, "kind": "shadow", "collective_seq": 90})
+    own = bucket_json(job.write(tmp_path / "a", rows))["totals"][0]
+    assert own["exposed_share"] == 0.32
+
+
 def test_hook_that_chains_collectives_is_paired_by_place(tmp_path: Path) -> None:
     job = TimedJob(late=late)
     rows = job.rows()
@@ -209,6 +219,21 @@ def test_table_has_a_line_per_bucket(path: Path) -> None:
     lines = timing(path, "--buckets").stdout.splitlines()
     [line] = [line for line in lines if "body.1.fc.weight and 1 more  " in line]
     assert " ".join(line.split()).endswith("1.00 ms 30.0 ms (rank 0) 2.00 ms 35% 22.0 ms")
+
+
+def test_buckets_of_two_models_in_one_group_are_told_apart(path: Path, tmp_path: Path) -> None:
+    job = TimedJob(late=late)
+    rows = job.rows()
+    rows["buckets"] += [
+        {**row, "root": 1, "module_fqn": "trunk", "collective_seq": 100 + row["collective_seq"]}
+        for row in TimedJob().rows()["buckets"]
+    ]
+    both = job.write(tmp_path / "b", rows)
+    assert [(b["root"], b["ranks"][0]["wait_ns"]) for b in bucket_json(both)["buckets"]] == [
+        (0, 0), (0, 30 * MS), (0, 30 * MS), (1, 0), (1, 0), (1, 0),
+    ]  # fmt: skip
+    assert "\nroot 1, trunk  0 " in timing(both, "--buckets").stdout
+    assert "root 0" not in timing(path, "--buckets").stdout
 
 
 def test_steps_can_be_chosen(path: Path) -> None:

@@ -45,7 +45,7 @@ def test_one_host_needs_no_laying_over(tmp_path: Path) -> None:
 
 
 def test_host_that_shares_no_reduction_with_the_first_goes_by_one_that_does(tmp_path: Path) -> None:
-    hosts, ahead = ("a", "b", "c"), {"a": 0.0, "b": 1000.0, "c": 5000.0}
+    hosts, ahead = ("a", "c", "b"), {"a": 0.0, "c": 1000.0, "b": 5000.0}
     job = TimedJob(rank_count=3, hosts=hosts, ahead=ahead)
     rows = job.rows()
     both = []
@@ -54,6 +54,6 @@ def test_host_that_shares_no_reduction_with_the_first_goes_by_one_that_does(tmp_
     rows["buckets"], rows["groups"] = both, []
     clocks = bucket_json(job.write(tmp_path / "a", rows))["clocks"]
     assert [(c["host"], c["reference"], c["offset_ns"] // MS) for c in clocks] == [
-        ("b", "a", 1000),
-        ("c", "a", 5000),
+        ("c", "a", 1000),
+        ("b", "a", 5000),
     ]

@@ -26,7 +26,7 @@ def test_late_rank_is_named_with_its_lag_and_the_place_where_it_falls_behind(
         "Rank 1 launches last in 8 of 12 reductions of group 0, 31.5 ms after the first rank "
         "(median; largest 33.0 ms). It falls behind between bucket 0 (head.weight and 1 more) and bucket 1 "
         "(body.1.fc.weight and 1 more): look at the backward of body.1.fc, and of what runs between the two. "
-        "Rank 0 waits for it 31.5 ms in a step (32% of its time)."
+        "Rank 0 waits for it 31.5 ms in a step, 32% of its time."
     )
 
 
@@ -36,6 +36,13 @@ def test_recordings_that_began_at_different_times_are_compared_on_one_clock(tmp_
     assert by_rank[0]["pass_lag_ns"] == 0
     assert by_rank[1]["largest_late_ns"] == 33 * MS
     assert by_rank[1]["largest_step"] == 3
+
+
+def test_lags_that_are_too_small_to_judge_are_in_no_median(tmp_path: Path) -> None:
+    job = TimedJob(late=lambda rank, _, bucket: {0: 0.5, 1: 30}.get(bucket, 0) * (rank == 1))
+    lag = group_of(job.write(tmp_path / "a"))["lags"][1]
+    assert (lag["last_count"], lag["late_count"]) == (12, 8)
+    assert lag["median_late_ns"] == 30.5 * MS
 
 
 def test_rank_that_is_late_for_the_last_bucket_alone_is_found(tmp_path: Path) -> None:
@@ -70,7 +77,7 @@ def test_rank_that_falls_behind_in_the_first_bucket_is_late_since_the_start_of_t
 
 
 def test_rank_that_is_slower_everywhere_falls_behind_little_by_little(tmp_path: Path) -> None:
-    job = TimedJob(late=lambda rank, *_: 8 * (rank == 1))
+    job = TimedJob(late=lambda rank, *_: 8 * (rank == 1), step_count=8)
     group = group_of(job.write(tmp_path / "a"))
     assert (group["straggler"], group["onset"]["place"]) == (1, "gradual")
     assert "little by little" in group["explanation"]
@@ -101,7 +108,7 @@ def test_layout_of_most_late_passes_says_where(tmp_path: Path) -> None:
 def test_lag_under_5_percent_of_the_step_is_not_judged(
     lag_ms: float, named: bool, tmp_path: Path
 ) -> None:
-    job = TimedJob(late=lambda rank, _, bucket: lag_ms * ((rank, bucket) == (1, 1)))
+    job = TimedJob(late=lambda rank, _, bucket: lag_ms * ((rank, bucket) == (1, 1)), step_count=8)
     group = group_of(job.write(tmp_path / "a"))
     assert group["straggler"] == (1 if named else None)
     if not named:
@@ -111,12 +118,25 @@ def test_lag_under_5_percent_of_the_step_is_not_judged(
 
 @pytest.mark.parametrize("lag_ms, named", [(0.9, False), (1.1, True)])
 def test_lag_under_a_millisecond_is_not_judged(lag_ms: float, named: bool, tmp_path: Path) -> None:
-    job = TimedJob(late=lambda rank, _, bucket: lag_ms * ((rank, bucket) == (1, 1)))
+    job = TimedJob(late=lambda rank, _, bucket: lag_ms * ((rank, bucket) == (1, 1)), step_count=8)
     rows = job.rows()
     for row in rows["steps"]:
         row["end_ns"] = row["start_ns"] + 2 * MS
     group = group_of(job.write(tmp_path / "a", rows))
     assert group["straggler"] == (1 if named else None)
+
+
+@pytest.mark.parametrize("step_count, named", [(7, False), (8, True)])
+def test_few_passes_name_nobody_for_a_lag_that_may_be_chance(
+    step_count: int, named: bool, tmp_path: Path
+) -> None:
+    job = TimedJob(
+        late=lambda rank, _, bucket: 24 * ((rank, bucket) == (1, 1)), step_count=step_count
+    )
+    group = group_of(job.write(tmp_path / "a"))
+    assert group["straggler"] == (1 if named else None)
+    if not named:
+        assert "beyond 25.0 ms (in fewer than 8 passes less may be chance)" in group["explanation"]
 
 
 @pytest.mark.parametrize("apart_ms, named", [(9.0, True), (11.0, False)])
@@ -131,7 +151,7 @@ def test_lag_within_three_times_what_lies_between_leaving_ranks_is_not_judged(
     assert group["leaving_ns"] == apart_ms * MS
     assert group["straggler"] == (1 if named else None)
     if not named:
-        assert "33.0 ms (3 times the 11.0 ms that lie between ranks" in group["explanation"]
+        assert "33.0 ms (3 times the 11.0 ms between ranks" in group["explanation"]
 
 
 def test_lags_that_are_split_between_ranks_name_nobody(tmp_path: Path) -> None:
@@ -151,10 +171,10 @@ def test_slight_majority_is_a_split_too(tmp_path: Path) -> None:
 
 
 def test_lag_of_one_step_names_nobody_and_is_told(tmp_path: Path) -> None:
-    job = TimedJob(late=lambda rank, step, bucket: 40 * ((rank, step, bucket) == (1, 2, 1)))
+    job = TimedJob(late=lambda rank, step, bucket: 40 * ((rank, step, bucket) == (0, 2, 1)))
     group = group_of(job.write(tmp_path / "a"))
     assert (group["straggler"], group["reason"]) == (None, "small")
-    assert "Once it was 40.0 ms (rank 1, step 2)." in group["explanation"]
+    assert "Beyond it: rank 0 in 1 of 4 passes (largest 40.0 ms, step 2)." in group["explanation"]
 
 
 def test_one_backward_pass_is_too_few(tmp_path: Path) -> None:
@@ -166,13 +186,15 @@ def test_one_backward_pass_is_too_few(tmp_path: Path) -> None:
 
 def test_two_late_ranks_of_eight_are_both_told(tmp_path: Path) -> None:
     job = TimedJob(
-        rank_count=8, late=lambda rank, _, bucket: {3: 30, 5: 20}.get(rank, 0) * (bucket == 1)
+        rank_count=8,
+        step_count=8,
+        late=lambda rank, _, bucket: {3: 30, 5: 20}.get(rank, 0) * (bucket == 1),
     )
     group = group_of(job.write(tmp_path / "a"))
     assert (group["straggler"], group["also_late"]) == (3, [5])
     assert "Rank 5 is late as well." in group["explanation"]
     assert (
-        "The others wait for it 30.0 ms in a step (median of 7 ranks; most on rank 0, 30.0 ms"
+        "The others wait for it 30.0 ms in a step (median of 7 ranks; most on rank 0: 30.0 ms"
         in (group["explanation"])
     )
 
@@ -191,8 +213,10 @@ def test_each_group_has_its_own_answer(tmp_path: Path) -> None:
     rows = TimedJob(late=late_from_bucket_1).rows()
     for table, name in (("buckets", "group"), ("groups", "name")):
         rows[table] += [{**row, name: "7"} for row in TimedJob().rows()[table]]
-    groups = bucket_json(TimedJob().write(tmp_path / "a", rows))["groups"]
-    assert [(g["group"], g["straggler"]) for g in groups] == [("0", 1), ("7", None)]
+    answer = bucket_json(TimedJob().write(tmp_path / "a", rows))
+    assert [(g["group"], g["straggler"]) for g in answer["groups"]] == [("0", 1), ("7", None)]
+    # A pass is exposed once, however many groups reduce in it.
+    assert answer["totals"][0]["exposed_ns"] == 33.5 * MS
 
 
 def test_groups_of_one_name_but_different_ranks_are_told_apart(tmp_path: Path) -> None:

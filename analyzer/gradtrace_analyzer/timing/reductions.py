@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import duckdb
 
 from gradtrace_analyzer.laws.hooks import chains_collectives
+from gradtrace_analyzer.run import ranks_phrase
 from gradtrace_analyzer.timing.clocks import MAKE_CLOCKS, HostClock, aligned_hosts
 from gradtrace_analyzer.timing.slices import Steps
 
@@ -161,6 +162,24 @@ SELECT *, begin_ns - min(begin_ns) OVER (PARTITION BY pass) AS begin_lag_ns FROM
 """
 
 
+# What is counted, and where its rows are.
+_INCOMPLETE = {
+    "launches whose end was never seen": "FROM bucket_rows WHERE kind <> 'shadow' AND done_ns IS NULL "
+    "AND host IS NOT NULL",
+    "launches without the number of their collective, not paired": (
+        "FROM bucket_rows b ANTI JOIN paired p ON p.rank = b.rank AND p.record_index = b.record_index "
+        "WHERE b.kind = 'all_reduce' AND b.collective_seq IS NULL AND b.host IS NOT NULL"
+    ),
+    "launches of ranks whose clock is not known, not paired": "FROM bucket_rows WHERE host IS NULL",
+    "launches that no other recorded rank joined, not paired": "FROM paired WHERE rank_count = 1",
+    "reductions that some recorded rank took no part in, judged without it": (
+        "FROM (SELECT l.pair FROM launches l JOIN (SELECT team, count(DISTINCT rank) AS recorded "
+        "FROM bucket_rows WHERE kind = 'all_reduce' GROUP BY team) t ON t.team = l.team "
+        "GROUP BY l.pair HAVING count(*) < min(t.recorded))"
+    ),
+}
+
+
 def paired_reductions(connection: duckdb.DuckDBPyConnection, steps: Steps) -> Paired:
     """The tables above for some steps of a run, made in the connection of that run."""
     connection.execute(MAKE_CLOCKS)
@@ -206,7 +225,13 @@ def _buckets(connection: duckdb.DuckDBPyConnection) -> dict[int, Bucket]:
         "min(bucket_index), arg_min(parameter_fqns, rank), max(size_bytes) "
         "FROM bucket_rows GROUP BY bucket ORDER BY bucket"
     ).fetchall()
-    return {row[0]: Bucket(*row[:7], *_parameters(row[7] or ()), row[8]) for row in rows}
+    found = {}
+    for number, team, group, root, module_fqn, layout, index, fqns, size in rows:
+        names, parameter_count = _parameters(fqns or [])
+        found[number] = Bucket(
+            number, team, group, root, module_fqn, layout, index, names, parameter_count, size
+        )
+    return found
 
 
 def _parameters(fqns: list[str | None]) -> tuple[tuple[str, ...], int]:
@@ -223,27 +248,13 @@ def _notes(connection: duckdb.DuckDBPyConnection, teams: tuple[Team, ...]) -> li
     said = []
     for team in teams:
         if team.missing_ranks:
-            ranks = ", ".join(map(str, team.missing_ranks))
-            one = len(team.missing_ranks) == 1
-            said.append(f"rank{'' if one else 's'} {ranks} of group {team.group} left no reduction")
-    ways = {
-        "were never seen to end": "FROM launches WHERE done_ns IS NULL",
-        "have no number of their collective and could not be paired": (
-            "FROM bucket_rows WHERE kind = 'all_reduce' AND collective_seq IS NULL "
-            "AND record_index NOT IN (SELECT p.record_index FROM paired p WHERE p.rank = bucket_rows.rank)"
-        ),
-        "are of ranks whose clock is not known": "FROM bucket_rows WHERE host IS NULL",
-        "found no other rank's": "FROM paired WHERE rank_count = 1",
-        "lack some rank's part and are judged without it": (
-            "FROM (SELECT l.pair FROM launches l JOIN (SELECT team, count(DISTINCT rank) AS recorded "
-            "FROM bucket_rows WHERE kind = 'all_reduce' GROUP BY team) t ON t.team = l.team "
-            "GROUP BY l.pair HAVING count(*) < min(t.recorded))"
-        ),
-    }
-    for what, source in ways.items():
+            said.append(
+                f"{ranks_phrase(team.missing_ranks)} of group {team.group} left no reduction"
+            )
+    for what, source in _INCOMPLETE.items():
         found = count(connection, f"SELECT count(*) {source}")
         if found:
-            said.append(f"{found:,} reductions {what}" if found > 1 else _one(what))
+            said.append(f"{what}: {found:,}")
     on_device = count(
         connection,
         "SELECT count(*) FROM ranks r WHERE device <> 'cpu' "
@@ -252,14 +263,6 @@ def _notes(connection: duckdb.DuckDBPyConnection, teams: tuple[Team, ...]) -> li
     if on_device:
         said.append("times are the host's: on a device a reduction ends later than its future says")
     return said
-
-
-def _one(what: str) -> str:
-    singular = {"were": "was", "have": "has", "are": "is", "lack": "lacks"}
-    first, _, rest = what.partition(" ")
-    return f"1 reduction {singular.get(first, first)} {rest}".replace("and are", "and is").replace(
-        "of their", "of its"
-    )
 
 
 def _notes_on_pairing(teams: tuple[Team, ...], by_place: set[int]) -> list[str]:

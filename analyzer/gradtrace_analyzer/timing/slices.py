@@ -36,7 +36,7 @@ def steps_of(text: str | None) -> Steps:
     """The steps of `3`, `10:20`, `::50`, or several of these with commas; None is all. Raises BadSlice."""
     if text is None:
         return Steps()
-    parts = []
+    parts: list[tuple[int, int | None, int]] = []
     for part in text.split(","):
         found = _SLICE.fullmatch(part.strip())
         if found is None or found["stride"] == "0":

@@ -1,0 +1,85 @@
+"""`analyzer timing`: where the time of a step goes, and which rank the others wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+import duckdb
+
+from gradtrace_analyzer.commands import answer, attempt_option, format_option, opened_runs
+from gradtrace_analyzer.database import connect, run_names
+from gradtrace_analyzer.errors import IncompleteRun
+from gradtrace_analyzer.reports import timing as report
+from gradtrace_analyzer.reports.tables import Format, csv_lines, json_text
+from gradtrace_analyzer.run import Run
+from gradtrace_analyzer.timing.buckets import bucket_answer
+from gradtrace_analyzer.timing.slices import Steps, steps_of
+from gradtrace_analyzer.timing.steps import rank_steps
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=str))
+@click.option(
+    "--buckets", is_flag=True, help="The reductions of gradient buckets, and who is late."
+)
+@format_option
+@attempt_option
+@click.option("--step", metavar="SLICE", help="Only these steps: 3, 10:20 or ::50, with commas.")
+def timing(run: str, buckets: bool, format: Format, attempt: int | None, step: str | None) -> None:
+    """Where the time of a step goes: its parts by rank, and the rank that the others wait for.
+
+    Exit status: 0, or 2 where what was asked for was not recorded.
+    """
+    steps = steps_of(step)
+    [opened] = opened_runs((run,), attempt)
+    with connect([opened]) as connection:
+        section = _buckets if buckets else _summary
+        answer(section(opened, connection, steps, format))
+
+
+def _summary(
+    run: Run, connection: duckdb.DuckDBPyConnection, steps: Steps, format: Format
+) -> Iterator[str]:
+    ranks = rank_steps(connection, steps)
+    if format == "csv":
+        yield from csv_lines(report.STEP_COLUMNS, report.step_rows(ranks))
+        return
+    found = bucket_answer(connection, steps)
+    if format == "json":
+        yield _json(run, steps, "summary", report.summary_object(ranks, found))
+    else:
+        yield from report.summary_lines(ranks, found)
+
+
+def _buckets(
+    run: Run, connection: duckdb.DuckDBPyConnection, steps: Steps, format: Format
+) -> Iterator[str]:
+    found = bucket_answer(connection, steps)
+    if found is None:
+        raise IncompleteRun(_no_buckets(run, connection, steps))
+    if format == "csv":
+        yield from csv_lines(report.BUCKET_COLUMNS, report.bucket_rows(found))
+    elif format == "json":
+        yield _json(run, steps, "buckets", report.bucket_object(found))
+    else:
+        yield from report.bucket_lines(found)
+
+
+def _json(run: Run, steps: Steps, section: str, content: object) -> str:
+    about = {"run": run_names([run])[0], "attempt": run.attempt, "steps": steps.text or None}
+    return json_text({**about, section: content}, indent=2)
+
+
+def _no_buckets(run: Run, connection: duckdb.DuckDBPyConnection, steps: Steps) -> str:
+    """One sentence, with the reason that the recorder gave."""
+    where = f" of steps {steps.text}" if steps.text else ""
+    row = connection.execute("SELECT min(unobserved) FROM groups").fetchone()
+    why = (
+        row[0]
+        if row is not None and row[0]
+        else (
+            "buckets come from DDP or FSDP2 models, recorded with GRADTRACE_DETAIL params or finer"
+        )
+    )
+    return f"{run.path} holds no bucket{where}; {why}"
