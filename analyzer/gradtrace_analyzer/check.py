@@ -38,7 +38,7 @@ _CAUSES = {
     Law.REDUCTION_IS_MEAN: (Law.COLLECTIVES_MATCH,),
 }
 _CAUSE_WORDS = {
-    Law.GRADIENTS_EQUAL: "the reduced gradients differ",
+    Law.GRADIENTS_EQUAL: "the gradients differ",
     Law.REDUCTION_IS_MEAN: "the reduction is not the mean",
     Law.COLLECTIVES_MATCH: "the reductions do not match",
     Law.BUCKETS_LAUNCHED: "not every bucket was launched",
@@ -158,7 +158,7 @@ def _blamed(v: Violation, violations: Sequence[Violation]) -> int | None:
     named = {
         w.rank
         for w in violations
-        if w.law in (Law.REDUCTION_IS_MEAN, Law.GRADIENTS_EQUAL)
+        if w.law in (Law.COLLECTIVES_MATCH, Law.REDUCTION_IS_MEAN, Law.GRADIENTS_EQUAL)
         and w.step == v.step
         and _same_group(w, v)
         and w.rank is not None

@@ -106,3 +106,32 @@ def test_run_without_numbers_is_paired_by_place(tmp_path: Path) -> None:
     edit(rows, "buckets", {}, collective_seq=None)
     answer = checked(tmp_path, rows)
     assert laws(answer) == [] and answer["judged"]["reduction_is_mean"] == 6
+
+
+def test_rank_whose_hook_launched_nothing_is_told(tmp_path: Path) -> None:
+    rows = Job(3, hook_name="__main__.my_hook").made()
+    for row in matching(rows, "buckets", rank=1):
+        if (row["step"], row["bucket_index"]) >= (1, 0):
+            row["collective_seq"] -= 1
+    found = violation(checked(tmp_path, rows, rank_count=3), "collectives_match")
+    assert (found["step"], found["bucket_index"], found["rank"]) == (1, 0, 1)
+    assert found["explanation"] == (
+        "Step 1, bucket 0 (head.weight and 1 more): rank 1 launched no collective of the group in "
+        "__main__.my_hook, ranks 0,2 did: from there on what ranks 0,2 reduce meets something else of rank 1."
+    )
+
+
+def test_hook_of_another_group_is_not_missed(tmp_path: Path) -> None:
+    rows = Job(hook_name="__main__.my_hook").made()
+    edit(rows, "buckets", {}, collective_seq=4)
+    assert checked(tmp_path, rows)["violations"] == []
+
+
+def test_hooks_that_chain_are_paired_in_order_where_steps_are_apart(tmp_path: Path) -> None:
+    rows = Job(hook_name="powerSGD_hook.powerSGD_hook").made()
+    for row in matching(rows, "buckets", rank=1):
+        row["step"] += 1
+    answer = checked(tmp_path, rows)
+    found = [v for v in answer["violations"] if v["law"] == "collectives_match"]
+    assert "of step 0 was reduced with rank 1's of step 1" in found[0]["explanation"]
+    assert len(found) == 1

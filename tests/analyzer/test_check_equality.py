@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from support.replicated import Job, checked, edit, laws, matching, violation
+from support.replicated import Job, checked, edit, laws, matching, remove, violation
 
 
 def test_equal_parameters_break_nothing(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_rank_is_taken_from_the_cause(tmp_path: Path) -> None:
     assert laws(answer) == ["gradients_equal", "parameters_equal"]
     found = violation(answer, "parameters_equal")
     assert found["inherits"] == "gradients_equal"
-    assert found["explanation"].endswith("It follows from the above: the reduced gradients differ.")
+    assert found["explanation"].endswith("It follows from the above: the gradients differ.")
 
 
 def test_parameters_that_differ_from_the_start_are_told_before_the_chain_of_the_step(
@@ -98,3 +98,46 @@ def test_parameters_that_differ_from_the_start_are_told_before_the_chain_of_the_
     answer = checked(tmp_path, rows, rank_count=3)
     assert laws(answer) == ["parameters_equal", "values_finite"]
     assert answer["verdict"] == "violated" and answer["exit_code"] == 1
+
+
+def test_parameter_changed_between_steps_is_told_with_its_rank(tmp_path: Path) -> None:
+    rows = Job().made()
+    place = {"step": 1, "point": "before", "parameter_fqn": "head.bias"}
+    edit(rows, "parameters", {**place, "rank": 1}, fingerprint=5)
+    found = violation(checked(tmp_path / "a", rows), "parameters_equal")
+    assert (found["step"], found["rank"], found["ranks"]) == (1, 1, [1])
+    assert found["explanation"].startswith(
+        "Step 1: rank 1's parameter head.bias differs from that of rank 0 before the first forward. "
+        "It was changed on rank 1 after the optimizer's step 0."
+    )
+    edit(rows, "parameters", {**place, "rank": 0}, fingerprint=6)
+    found = violation(checked(tmp_path / "b", rows), "parameters_equal")
+    assert found["rank"] is None and "It was changed" not in found["explanation"]
+
+
+def test_shards_are_not_held_equal(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "parameters", {"rank": 1}, fingerprint=5)
+    edit(rows, "groups", {}, unobserved="its own reduce-scatter")
+    for bucket in rows["buckets"]:
+        bucket.update(kind="reduce_scatter", group="1", module_fqn="body")
+    answer = checked(tmp_path / "a", rows)
+    assert "parameters_equal" in answer["not_judged"] and answer["verdict"] == "clean"
+    del rows["buckets"]  # whole on each rank, as far as is known
+    assert laws(checked(tmp_path / "b", rows)) == ["parameters_equal"]
+
+
+def test_ranks_that_joined_are_compared_by_what_they_reduced_together(tmp_path: Path) -> None:
+    """Rank 1 has joined in step 1, and counts its later steps from one less."""
+    rows = Job(step_count=4).made()
+    edit(rows, "buckets", {"rank": 1, "step": 1}, kind="shadow")
+    for table in ("parameters", "gradients", "backward_passes", "steps", "inputs", "module_calls"):
+        remove(rows, table, rank=1, step=1)
+    for table in rows:
+        for row in matching(rows, table, rank=1):
+            row["step"] = row.get("step", 0) - (row.get("step", 0) > 1)
+    answer = checked(tmp_path / "a", rows)
+    assert (answer["violations"], answer["judged"]["parameters_equal"]) == ([], 18)
+    edit(rows, "parameters", {"rank": 1, "step": 2, "point": "after"}, fingerprint=5)
+    found = violation(checked(tmp_path / "b", rows), "parameters_equal")
+    assert found["step"] == 2 and found["count"] == 3

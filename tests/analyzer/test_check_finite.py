@@ -214,3 +214,14 @@ def test_overflow_that_the_scaler_caught_is_a_warning_and_hides_no_later_one(
     edit(rows, "node_events", {"step": 2, "event_index": 2}, **prefixed("grad_input_", NAN))
     later = [v for v in births(checked(tmp_path / "b", rows)) if v["severity"] == "error"]
     assert [(v["step"], v["event_index"]) for v in later] == [(2, 2)]
+
+
+def test_nan_of_a_module_with_an_infinite_parameter_is_made_of_it(tmp_path: Path) -> None:
+    rows = Job().made()
+    place = {"step": 1, "point": "before", "parameter_fqn": "head.weight"}
+    edit(rows, "parameters", place, inf_count=1)
+    edit(rows, "module_calls", {"step": 1, "module_fqn": "head"}, output_nan_count=2)
+    found = [v for v in checked(tmp_path, rows)["violations"] if "first NaN" in v["explanation"]]
+    assert (
+        "is born in head out of the infinity in parameter head.weight." in (found[0]["explanation"])
+    )

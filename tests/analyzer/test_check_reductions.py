@@ -271,3 +271,73 @@ def test_two_nan_of_different_bits_are_not_held_against_ranks(tmp_path: Path) ->
     edit(rows, "buckets", {"step": 2}, after_nan_count=3, before_nan_count=1)
     edit(rows, "buckets", {"step": 2, "rank": 1}, after_fingerprint=17)
     assert "gradients_equal" not in laws(checked(tmp_path, rows))
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 16])
+def test_mean_of_some_ranks_alone_is_told(tmp_path: Path, ranks: int) -> None:
+    half = max(2, ranks // 2)
+
+    def reduce(step: int, buckets: list[Array]) -> list[Array]:
+        parts = [buckets[:half]] * half + [buckets[half:]] * (ranks - half)
+        return [np.mean(part, axis=0, dtype="f4") for part in parts]
+
+    answer = answer_of(tmp_path, reduce, ranks)
+    found = [v for v in answer["violations"] if v["law"] == "reduction_is_mean"]
+    assert found[0]["explanation"].startswith(
+        "Step 0, bucket 0 (head.weight and 1 more): after __main__.my_hook it is on "
+        f"ranks 0-{half - 1} the mean of the buckets of ranks 0-{half - 1} alone, not of the {ranks} ranks'"
+    )
+    assert found[0]["ranks"] == list(range(half)) and found[0]["rank"] is None
+    assert len(found) == 2
+
+
+def test_result_of_an_earlier_step_handed_out_again_is_told(tmp_path: Path) -> None:
+    kept: dict[int, Array] = {}
+
+    def reduce(step: int, buckets: list[Array]) -> list[Array]:
+        mean: Array = np.mean(buckets, axis=0, dtype="f4")
+        given = kept[mean.size] if step == 1 else mean
+        kept[mean.size] = mean
+        return [given] * len(buckets)
+
+    found = violation(answer_of(tmp_path, reduce), "reduction_is_mean")
+    assert found["step"] == 1 and found["count"] == 2
+    assert "but bit-equal to what came out in step 0" in found["explanation"]
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(1e-8, "clean"), (1e-5, "violated")])
+def test_half_precision_may_lose_what_is_smaller_than_its_smallest_number(
+    tmp_path: Path, size: float, verdict: str
+) -> None:
+    def reduce(step: int, buckets: list[Array]) -> list[Array]:
+        for bucket in buckets:
+            bucket *= np.float32(size)
+        return [np.zeros_like(buckets[0])] * len(buckets)
+
+    answer = answer_of(tmp_path, reduce, hook_name="default_hooks.fp16_compress_hook")
+    assert answer["verdict"] == verdict and answer["judged"]["reduction_is_mean"] == 6
+
+
+def test_buckets_of_sparse_gradients_are_not_judged(tmp_path: Path) -> None:
+    rows = Job(reduce=scaled(3)).made()
+    edit(rows, "buckets", {"bucket_index": 0, "rank": 1}, before_numel=18)
+    answer = checked(tmp_path, rows)
+    assert answer["judged"]["reduction_is_mean"] == 3
+    assert violation(answer, "reduction_is_mean")["bucket_index"] == 1
+
+
+def test_gradient_changed_before_the_optimizer_is_told(tmp_path: Path) -> None:
+    rows = Job().made()
+    place = {"rank": 1, "step": 1, "point": "final", "parameter_fqn": "head.bias"}
+    edit(rows, "gradients", place, fingerprint=17)
+    found = violation(checked(tmp_path / "a", rows), "gradients_equal")
+    assert (found["step"], found["rank"], found["parameter_fqn"]) == (1, 1, "head.bias")
+    assert (
+        "it was changed on rank 1 between backward() and the optimizer's step"
+        in (found["explanation"])
+    )
+    edit(rows, "gradients", {**place, "rank": 0}, fingerprint=18)  # clipped on both
+    found = violation(checked(tmp_path / "b", rows), "gradients_equal")
+    assert found["rank"] is None and found["ranks"] == [0, 1]
+    edit(rows, "backward_passes", {"step": 1}, ddp_sync="no_sync")
+    assert "gradients_equal" not in laws(checked(tmp_path / "c", rows))

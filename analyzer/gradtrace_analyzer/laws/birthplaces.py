@@ -16,7 +16,8 @@ _WORDS = {"inf": "infinity", "nan": "NaN"}
 @dataclass(frozen=True)
 class Place:
     """A row that holds values which are not finite. `source` is the kind of row; counts are of elements that came in
-    and went out; `order` is its place in program order, which late rows have not in `record_index`."""
+    and went out; `order` is its place in program order, which late rows have not in `record_index`. A module may have
+    read its own `infinite_parameter`."""
 
     source: str
     rank: int
@@ -37,6 +38,7 @@ class Place:
     out_nan: int
     out_inf: int
     order: float = 0.0
+    infinite_parameter: str | None = None
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -71,7 +73,11 @@ def birth_sentence(kind: str, place: Place, ranks: Sequence[int], largest_sum: f
     start = f"Step {place.step}, {ranks_phrase(ranks)}: the first {word} "
     if place.source in ("module", "node", "bucket") and place.arrived(kind):
         return start + _arrives(place, word)
-    made_of = " out of the infinity that came in" if kind == "nan" and place.in_inf else ""
+    made_of = ""
+    if kind == "nan" and place.in_inf:
+        made_of = " out of the infinity that came in"
+    elif kind == "nan" and place.infinite_parameter is not None:
+        made_of = f" out of the infinity in parameter {place.infinite_parameter}"
     return start + _born(place, made_of, largest_sum)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradtrace_analyzer.laws.evidence import Evidence, Rows
-from gradtrace_analyzer.laws.hooks import hook_phrase
+from gradtrace_analyzer.laws.hooks import chains_collectives, hook_phrase
 from gradtrace_analyzer.laws.law import Findings, Law, Violation, outcome, violation
 from gradtrace_analyzer.laws.phrases import bucket_phrase, counted, listed, verb
 from gradtrace_analyzer.run import ranks_phrase
@@ -31,8 +31,57 @@ def collectives_match(evidence: Evidence) -> Findings:
         "SELECT count(*) FROM (SELECT pair FROM reductions GROUP BY pair "
         "HAVING count(DISTINCT rank) > 1 OR max(team_size) > 1)"
     )
-    violations = [*_mismatches(evidence), *_absences(evidence)]
+    violations = [*_idlers(evidence), *_mismatches(evidence), *_absences(evidence)]
     return outcome(Law.COLLECTIVES_MATCH, violations, compared, "no bucket was recorded")
+
+
+_IDLE = """
+SELECT team, arg_min(pair, (step, pair)), count(*) FROM (
+    SELECT team, pair, min(step) AS step FROM reductions
+    WHERE NOT list_contains($losing, rank) AND collective_seq IS NOT NULL
+    GROUP BY team, pair HAVING count(DISTINCT is_idle) > 1 AND NOT bool_or(is_shadow)
+        AND NOT bool_or(list_contains($chaining, coalesce(hook_name, ''))))
+GROUP BY 1
+"""
+
+
+def _idlers(evidence: Evidence) -> Iterator[Violation]:
+    """Ranks whose hook launched nothing where those of others did: later collectives meet the wrong ones."""
+    hooks = [name for (name,) in evidence.rows("SELECT DISTINCT hook_name FROM reductions")]
+    found = evidence.rows(
+        _IDLE,
+        {
+            "losing": sorted(evidence.losing_ranks) or [-1],
+            "chaining": [name for name in hooks if chains_collectives(name)] or ["-"],
+        },
+    )
+    for _, pair, count in found:
+        rows = evidence.rows(
+            f"SELECT {_ROW}, is_idle FROM reductions WHERE pair = ? ORDER BY rank", [pair]
+        )
+        idle, busy = ([row for row in rows if row[-1] is asked] for asked in (True, False))
+        rank, step, bucket, backward, microbatch, hook, fqns, number, _ = idle[0]
+        ranks, others = tuple(row[0] for row in idle), [row[0] for row in busy]
+        replica = evidence.replica(number)
+        more = f" So in {counted(count, 'bucket')}." if count > 1 else ""
+        yield violation(
+            Law.COLLECTIVES_MATCH,
+            step,
+            f"{bucket_phrase(step, bucket, fqns)}: {ranks_phrase(ranks)} launched no collective of the group in "
+            f"{hook_phrase(hook)}, {ranks_phrase(others)} did: from there on what {ranks_phrase(others)} "
+            f"{verb(others, 'reduces', 'reduce')} meets something else of {ranks_phrase(ranks)}.{more}",
+            rank=rank if len(ranks) == 1 else None,
+            ranks=ranks,
+            group=replica.group,
+            microbatch=microbatch,
+            backward_index=backward,
+            bucket_index=bucket,
+            root=replica.root,
+            module_fqn=replica.module_fqn,
+            hook_name=hook,
+            count=count,
+            order=float(pair),
+        )
 
 
 def _mismatches(evidence: Evidence) -> Iterator[Violation]:
@@ -41,7 +90,9 @@ def _mismatches(evidence: Evidence) -> Iterator[Violation]:
     found = evidence.rows(
         f"SELECT team, aspect, arg_min(pair, (step, pair)), count(*) FROM "
         f"(SELECT team, pair, min(step) AS step, CASE {chosen} END AS aspect FROM reductions "
-        "WHERE NOT is_shadow GROUP BY team, pair) WHERE aspect IS NOT NULL GROUP BY 1, 2"
+        "WHERE NOT is_shadow GROUP BY team, pair) WHERE aspect IS NOT NULL "
+        # A rank that joined made fewer steps than the others: its later ones have other numbers.
+        "AND NOT (aspect = 'step' AND team IN (SELECT team FROM reductions WHERE is_shadow)) GROUP BY 1, 2"
     )
     for _, aspect, pair, count in found:
         rows = evidence.rows(

@@ -59,12 +59,13 @@ def parameters_equal(evidence: Evidence) -> Findings:
     full = evidence.has_fingerprints("parameters")
     evidence.connection.execute(
         "CREATE TEMP TABLE parameter_groups AS "
-        "SELECT m.replica, p.step, p.point, p.parameter_fqn, min(p.record_index) AS position, "
-        f"{unequal(full)} AS broken FROM parameters p "
+        "SELECT m.replica, t.moment, min(p.step) AS step, p.point, p.parameter_fqn, "
+        f"min(p.record_index) AS position, {unequal(full)} AS broken FROM parameters p "
         "JOIN members m ON m.rank = p.rank AND m.root = p.root "
+        "JOIN moments t ON t.team = m.team AND t.rank = p.rank AND t.step = p.step "
         "JOIN managed g ON g.replica = m.replica AND g.parameter_fqn = p.parameter_fqn "
-        "WHERE p.kind = 'parameter' AND p.norm IS NOT NULL "
-        "GROUP BY 1, 2, 3, 4 HAVING count(DISTINCT p.rank) > 1"
+        "WHERE p.kind = 'parameter' AND p.norm IS NOT NULL AND t.moment IS NOT NULL "
+        "GROUP BY m.replica, t.moment, p.point, p.parameter_fqn HAVING count(DISTINCT p.rank) > 1"
     )
     violations, compared = [], 0
     for replica in evidence.equal_modules:
@@ -73,8 +74,8 @@ def parameters_equal(evidence: Evidence) -> Findings:
         )
         compared += count
         broken = evidence.rows(
-            "SELECT step, point, count(*), arg_min(parameter_fqn, position) FROM parameter_groups "
-            "WHERE replica = ? AND broken GROUP BY 1, 2 ORDER BY step, point = 'after'",
+            "SELECT step, point, count(*), arg_min(parameter_fqn, position), moment FROM parameter_groups "
+            "WHERE replica = ? AND broken GROUP BY step, point, moment ORDER BY step, point = 'after'",
             [replica.number],
         )
         if broken:
@@ -84,19 +85,25 @@ def parameters_equal(evidence: Evidence) -> Findings:
 
 
 def _parameters_apart(evidence: Evidence, replica: Replica, broken: Rows, full: bool) -> Violation:
-    step, point, count, fqn = broken[0]
+    step, point, count, fqn, moment = broken[0]
     identities = _identities(
         evidence,
         "parameters",
-        "root = ? AND step = ? AND point = ? AND parameter_fqn = ?",
-        [replica.root, step, point, fqn],
+        f"root = ? AND point = ? AND parameter_fqn = ? AND {_AT_MOMENT}",
+        [replica.root, point, fqn, replica.team, moment],
         replica,
         full,
     )
     odd, everyone = odd_ranks(identities), tuple(sorted(identities))
     when = "before the first forward" if point == "before" else "after the optimizer's step"
     others = f" (and {counted(count - 1, 'more parameter')})" if count > 1 else ""
-    start = " They differ from the start." if step == 0 and point == "before" else ""
+    start = ""
+    if point == "before":
+        start = " They differ from the start." if step == 0 else ""
+        moved = _changed_between(evidence, replica, fqn, moment) if step else ()
+        if moved and len(moved) < len(everyone):
+            odd = moved
+            start = f" It was changed on {ranks_phrase(odd)} after the optimizer's step {step - 1}."
     steps = sorted({row[0] for row in broken})
     return violation(
         Law.PARAMETERS_EQUAL,
@@ -112,6 +119,24 @@ def _parameters_apart(evidence: Evidence, replica: Replica, broken: Rows, full: 
         count=count,
         at_start=point == "before",
     )
+
+
+_AT_MOMENT = "(rank, step) IN (SELECT (rank, step) FROM moments WHERE team = ? AND moment = ?)"
+
+
+def _changed_between(
+    evidence: Evidence, replica: Replica, fqn: str, moment: int
+) -> tuple[int, ...]:
+    """The ranks on which a parameter is not what their step before had left."""
+    found = evidence.rows(
+        "SELECT b.rank FROM parameters b JOIN parameters a ON a.rank = b.rank AND a.root = b.root "
+        "AND a.parameter_fqn = b.parameter_fqn AND a.step = b.step - 1 AND a.point = 'after' "
+        "WHERE b.root = ? AND b.parameter_fqn = ? AND b.point = 'before' "
+        "AND (a.fingerprint <> b.fingerprint OR (a.fingerprint IS NULL AND a.norm <> b.norm)) "
+        f"AND {_AT_MOMENT.replace('rank, step', 'b.rank, b.step', 1)} ORDER BY 1",
+        [replica.root, fqn, replica.team, moment],
+    )
+    return tuple(rank for (rank,) in found)
 
 
 def _identities(
@@ -150,16 +175,21 @@ def gradients_equal(evidence: Evidence, deviating: Mapping[int, frozenset[int]])
     for replica in evidence.equal_modules:
         [(buckets, gradients)] = evidence.rows(
             "SELECT (SELECT count(*) FROM bucket_groups WHERE replica = $1), "
-            "(SELECT count(*) FROM gradient_groups WHERE replica = $1)",
+            "(SELECT count(*) FROM gradient_groups WHERE replica = $1 AND point = 'reduced')",
             [replica.number],
         )
         compared += buckets + gradients
-        found = _buckets_apart(evidence, replica, deviating)
-        after = _gradients_apart(evidence, replica)
-        if found is not None:
-            violations.append(found)
-        if after is not None and (found is None or after.step < found.step):
-            violations.append(after)
+        found = [
+            _buckets_apart(evidence, replica, deviating),
+            _gradients_apart(evidence, replica, "reduced"),
+            _gradients_apart(evidence, replica, "final"),
+        ]
+        # What breaks later in the chain than something else of that step, or of one before, follows from it.
+        earliest: list[Violation] = []
+        for v in found:
+            if v is not None and all(v.step < w.step for w in earliest):
+                earliest.append(v)
+        violations += earliest
     reason = "no reduced bucket or gradient was recorded on two ranks of a group with values"
     return outcome(Law.GRADIENTS_EQUAL, violations, compared, reason)
 
@@ -171,22 +201,25 @@ WHERE NOT is_shadow AND after_norm IS NOT NULL
 GROUP BY replica, pair HAVING count(DISTINCT rank) > 1
 """
 
-# A gradient whose bucket was not launched stays the rank's own: another law tells.
+# Of the last pass of a step also what the optimizer saw. A gradient whose bucket was not launched stays the rank's
+# own: another law tells.
 _GRADIENT_GROUPS = """
 CREATE TEMP TABLE gradient_groups AS
 WITH launched AS (
     SELECT DISTINCT replica, rank, step, backward_index, unnest(parameter_fqns) AS parameter_fqn FROM reductions
     WHERE NOT is_shadow)
-SELECT m.replica, g.step, g.backward_index, g.parameter_fqn, min(g.record_index) AS position, {unequal} AS broken
+SELECT m.replica, g.point, t.moment, min(g.step) AS step, g.backward_index, g.parameter_fqn,
+    min(g.record_index) AS position, {unequal} AS broken
 FROM gradients g JOIN members m ON m.rank = g.rank AND m.root = g.root
+JOIN moments t ON t.team = m.team AND t.rank = g.rank AND t.step = g.step
 JOIN managed p ON p.replica = m.replica AND p.parameter_fqn = g.parameter_fqn
 JOIN backward_passes b ON b.rank = g.rank AND b.step = g.step AND b.backward_index = g.backward_index
     AND b.ddp_sync = 'sync'
 LEFT JOIN launched l ON l.replica = m.replica AND l.rank = g.rank AND l.step = g.step
     AND l.backward_index = g.backward_index AND l.parameter_fqn = g.parameter_fqn
-WHERE g.point = 'reduced' AND g.norm IS NOT NULL
+WHERE g.point IN ('reduced', 'final') AND g.norm IS NOT NULL AND t.moment IS NOT NULL
     AND (l.replica IS NOT NULL OR m.replica NOT IN (SELECT replica FROM launched))
-GROUP BY 1, 2, 3, 4 HAVING count(DISTINCT g.rank) > 1
+GROUP BY m.replica, g.point, t.moment, g.backward_index, g.parameter_fqn HAVING count(DISTINCT g.rank) > 1
 """
 
 
@@ -220,9 +253,10 @@ def _buckets_apart(
         [pair, (odd or everyone)[0]],
     )
     apart = evidence.rows(
-        "SELECT parameter_fqn FROM gradient_groups WHERE replica = ? AND step = ? AND broken "
+        "SELECT parameter_fqn FROM gradient_groups "
+        "WHERE replica = ? AND step = ? AND backward_index = ? AND broken AND point = 'reduced' "
         "AND list_contains(?, parameter_fqn) ORDER BY list_position(?, parameter_fqn)",
-        [replica.number, step, fqns, fqns],
+        [replica.number, step, backward, fqns, fqns],
     )
     gradients = (
         f" The reduced gradient of {listed([f for (f,) in apart])} differs." if apart else ""
@@ -248,38 +282,44 @@ def _buckets_apart(
     )
 
 
-def _gradients_apart(evidence: Evidence, replica: Replica) -> Violation | None:
+def _gradients_apart(evidence: Evidence, replica: Replica, point: str) -> Violation | None:
     broken = evidence.rows(
-        "SELECT step, backward_index, parameter_fqn FROM gradient_groups "
-        "WHERE replica = ? AND broken ORDER BY step, backward_index, position",
-        [replica.number],
+        "SELECT step, backward_index, parameter_fqn, moment FROM gradient_groups "
+        "WHERE replica = ? AND point = ? AND broken ORDER BY step, backward_index, position",
+        [replica.number, point],
     )
     if not broken:
         return None
-    step, backward, fqn = broken[0]
+    step, backward, fqn, moment = broken[0]
     identities = _identities(
         evidence,
         "gradients",
-        "root = ? AND step = ? AND backward_index = ? AND parameter_fqn = ? AND point = 'reduced'",
-        [replica.root, step, backward, fqn],
+        f"root = ? AND backward_index = ? AND parameter_fqn = ? AND point = ? AND {_AT_MOMENT}",
+        [replica.root, backward, fqn, point, replica.team, moment],
         replica,
         evidence.has_fingerprints("gradients"),
     )
     odd, everyone = odd_ranks(identities), tuple(sorted(identities))
-    [(bucket_count,)] = evidence.rows(
-        "SELECT count(*) FROM bucket_groups WHERE replica = ? AND step = ?", [replica.number, step]
-    )
+    if point == "reduced":
+        name = f"reduced gradient of {fqn}"
+        [(bucket_count,)] = evidence.rows(
+            "SELECT count(*) FROM bucket_groups WHERE replica = ? AND step = ?",
+            [replica.number, step],
+        )
+        why = "The buckets that came out of the reduction are equal: it broke after the reduction."
+        why = f" {why}" if bucket_count else ""
+    else:
+        name = f"gradient of {fqn} as the optimizer saw it"
+        touched = _changed_after(evidence, replica, fqn, backward, moment)
+        odd = odd or (touched if len(touched) < len(everyone) else ())
+        where = f" on {ranks_phrase(odd)}" if odd else ""
+        why = f" The reduced gradients are equal: it was changed{where} between backward() and the optimizer's step."
     count = sum(row[0] == step for row in broken)
     others = f" (and of {counted(count - 1, 'more parameter')})" if count > 1 else ""
-    why = (
-        " The buckets that came out of the reduction are equal: it broke after the reduction."
-        if bucket_count
-        else ""
-    )
     return violation(
         Law.GRADIENTS_EQUAL,
         step,
-        f"Step {step}: {disagreement(odd, everyone, f'reduced gradient of {fqn}')}{others}.{why}"
+        f"Step {step}: {disagreement(odd, everyone, name)}{others}.{why}"
         f"{also_in(sorted({row[0] for row in broken}), step)}",
         rank=odd[0] if len(odd) == 1 else None,
         ranks=odd or everyone,
@@ -290,3 +330,17 @@ def _gradients_apart(evidence: Evidence, replica: Replica) -> Violation | None:
         parameter_fqn=fqn,
         count=count,
     )
+
+
+def _changed_after(
+    evidence: Evidence, replica: Replica, fqn: str, backward: int, moment: int
+) -> tuple[int, ...]:
+    """The ranks on which a gradient is not what the reduction had left."""
+    found = evidence.rows(
+        "SELECT rank FROM gradients WHERE root = ? AND parameter_fqn = ? AND backward_index = ? "
+        f"AND point IN ('reduced', 'final') AND {_AT_MOMENT} GROUP BY rank "
+        "HAVING count(DISTINCT fingerprint) > 1 "
+        "OR (count(fingerprint) = 0 AND count(DISTINCT norm) > 1) ORDER BY 1",
+        [replica.root, fqn, backward, replica.team, moment],
+    )
+    return tuple(rank for (rank,) in found)

@@ -3,7 +3,9 @@
 It makes these temporary tables:
 - `members`: a row per replica and rank, `replica` numbering the modules that a group keeps equal, `team` the groups;
 - `managed`: the parameters of each replica that are reduced, in the order of its buckets;
-- `reductions`: a row per bucket and rank, `pair` numbering what the ranks reduced together.
+- `reductions`: a row per bucket and rank, `pair` numbering what the ranks reduced together. `is_idle`: c10d had
+  counted no collective of the group since the rank's bucket before;
+- `moments`: a row per team, rank and step; what ranks did at the same `moment` is to be compared.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ def gathered(
     replicas = _replicas(connection)
     _make_members(connection, replicas)
     _make_reductions(connection)
-    _make_managed(connection)
+    connection.execute(_MOMENTS)
+    connection.execute(_MANAGED)
     return Evidence(connection, replicas, closed_ranks, losing_ranks, tuple(compressing))
 
 
@@ -119,8 +122,9 @@ def _replicas(connection: duckdb.DuckDBPyConnection) -> tuple[Replica, ...]:
         "(SELECT list(DISTINCT coalesce(b.hook_name, '')) FROM buckets b "
         'WHERE b."group" = g.name AND b.root IS NOT DISTINCT FROM g.root '
         "AND b.module_fqn = g.module_fqn), "
-        "EXISTS (SELECT 1 FROM buckets b WHERE b.\"group\" = g.name AND b.kind = 'reduce_scatter' "
-        "AND b.root IS NOT DISTINCT FROM g.root AND b.module_fqn = g.module_fqn) "
+        "EXISTS (SELECT 1 FROM buckets b WHERE b.kind = 'reduce_scatter' "
+        "AND b.root IS NOT DISTINCT FROM g.root AND (g.module_fqn IN ('', b.module_fqn) "
+        "OR starts_with(b.module_fqn, g.module_fqn || '.'))) "
         "FROM groups g WHERE g.role = 'dp' GROUP BY 1, 2, 3, 4 ORDER BY 1, 2, 3, 4"
     ).fetchall()
     teams: dict[tuple[str, str], int] = {}
@@ -165,7 +169,10 @@ SELECT b.*, m.replica, m.team, m.team_size, coalesce(b.kind = 'shadow', false) A
     concat_ws('/', b.step, b.backward_index, b.root, b.module_fqn, b.bucket_index) AS place_key,
     -- A hook that launched nothing leaves several buckets with one number.
     concat_ws('/', b.collective_seq, row_number() OVER (
-        PARTITION BY m.team, b.rank, b.collective_seq ORDER BY b.record_index)) AS seq_key
+        PARTITION BY m.team, b.rank, b.collective_seq ORDER BY b.record_index)) AS seq_key,
+    row_number() OVER (PARTITION BY m.team, b.rank ORDER BY b.record_index)::VARCHAR AS order_key,
+    coalesce(b.collective_seq = lag(b.collective_seq) OVER (
+        PARTITION BY m.team, b.rank ORDER BY b.record_index), false) AS is_idle
 FROM buckets b JOIN members m ON m.rank = b.rank AND m."group" = b."group"
     AND m.root IS NOT DISTINCT FROM b.root AND m.module_fqn = b.module_fqn
 WHERE coalesce(b.kind, 'all_reduce') <> 'reduce_scatter'
@@ -179,14 +186,16 @@ GROUP BY team HAVING min(present) < max(rank_count)
 
 _REDUCTIONS = """
 CREATE TEMP TABLE reductions AS
-SELECT * EXCLUDE (place_key, seq_key), dense_rank() OVER (
-    ORDER BY team, CASE WHEN list_contains($by_place, team) THEN place_key ELSE seq_key END) AS pair
+SELECT * EXCLUDE (place_key, seq_key, order_key), dense_rank() OVER (
+    ORDER BY team, CASE WHEN list_contains($by_place, team) THEN place_key
+        WHEN list_contains($by_order, team) THEN order_key ELSE seq_key END) AS pair
 FROM keyed_reductions
 """
 
 
 def _make_reductions(connection: duckdb.DuckDBPyConnection) -> None:
-    """What ranks reduced together has c10d's same number, where that can be relied on; else the same place."""
+    """What ranks reduced together has c10d's same number, where that can be relied on; else the same place; where
+    ranks are at different steps (after `join`), the same place in the order of launches."""
     connection.execute(_KEYED_REDUCTIONS)
 
     def uneven(key: str) -> set[int]:
@@ -195,28 +204,41 @@ def _make_reductions(connection: duckdb.DuckDBPyConnection) -> None:
     hooks = connection.execute(
         "SELECT DISTINCT team, hook_name, collective_seq IS NULL FROM keyed_reductions"
     ).fetchall()
-    by_place = {team for team, hook, unnumbered in hooks if unnumbered or chains_collectives(hook)}
-    by_place |= uneven("seq_key") - uneven("place_key")
-    connection.execute(_REDUCTIONS, {"by_place": sorted(by_place) or [-1]})
+    unnumbered = {team for team, hook, absent in hooks if absent or chains_collectives(hook)}
+    uneven_places = uneven("place_key")
+    by_order = (unnumbered & uneven_places) - uneven("order_key")
+    by_place = (unnumbered - by_order) | (uneven("seq_key") - uneven_places)
+    chosen = {"by_place": sorted(by_place) or [-1], "by_order": sorted(by_order) or [-1]}
+    connection.execute(_REDUCTIONS, chosen)
     connection.execute("DROP TABLE keyed_reductions")
+
+
+# Steps are counted by each rank. Once a rank has joined, others make steps that it does not: what tells the same
+# moment then is what was reduced together in the step.
+_MOMENTS = """
+CREATE TEMP TABLE moments AS
+WITH uneven AS (SELECT DISTINCT team FROM reductions WHERE is_shadow),
+shared AS (SELECT team, rank, step, max(pair) AS pair FROM reductions WHERE NOT is_shadow GROUP BY 1, 2, 3)
+SELECT m.team, m.rank, p.step, CASE WHEN m.team IN (FROM uneven) THEN s.pair ELSE p.step END AS moment
+FROM (SELECT DISTINCT team, rank FROM members) m
+JOIN (SELECT DISTINCT rank, step FROM parameters UNION SELECT DISTINCT rank, step FROM gradients) p USING (rank)
+LEFT JOIN shared s ON s.team = m.team AND s.rank = m.rank AND s.step = p.step
+"""
 
 
 _MANAGED = """
 CREATE TEMP TABLE managed AS
 WITH reduced AS (
-    SELECT replica, parameter_fqn, min(record_index) AS position
-    FROM (SELECT replica, record_index, unnest(parameter_fqns) AS parameter_fqn FROM reductions)
+    SELECT replica, parameter_fqn, min(row(record_index, place)) AS position
+    FROM (SELECT replica, record_index, unnest(parameter_fqns) AS parameter_fqn,
+        generate_subscripts(parameter_fqns, 1) AS place FROM reductions)
     GROUP BY 1, 2)
 SELECT * FROM reduced
 UNION ALL
-SELECT m.replica, p.parameter_fqn, min(p.record_index)
+SELECT m.replica, p.parameter_fqn, min(row(p.record_index, 0))
 FROM parameters p JOIN members m ON m.rank = p.rank AND m.root = p.root
 WHERE p.kind = 'parameter' AND p.requires_grad AND m.module_fqn IS NOT NULL
     AND (m.module_fqn = '' OR starts_with(p.parameter_fqn, m.module_fqn || '.'))
     AND m.replica NOT IN (SELECT replica FROM reduced)
 GROUP BY 1, 2
 """
-
-
-def _make_managed(connection: duckdb.DuckDBPyConnection) -> None:
-    connection.execute(_MANAGED)

@@ -10,11 +10,15 @@ from gradtrace_analyzer.run import ranks_phrase
 
 @dataclass(frozen=True)
 class Place:
-    """Where a bucket is not the mean: the group's ranks, the hook, and the ranks that came out so."""
+    """Where a bucket is not the mean: the group's ranks, the hook, and the ranks that came out so.
+
+    `stale_since` is the earlier step in which the very same came out.
+    """
 
     group_ranks: tuple[int, ...]
     hook: str | None
     ranks: tuple[int, ...]
+    stale_since: int | None = None
 
 
 def odd_rank(e: Explanation, place: Place) -> int | None:
@@ -39,6 +43,17 @@ def said(e: Explanation, place: Place) -> str:
         return (
             f"the rank's own bucket divided by {size}, the other ranks' missing: it was divided but not "
             f"summed, so {_who_skipped(place)} skipped the reduction"
+        )
+    if e.kind == "subset":
+        among = tuple(place.group_ranks[k] for k in e.subset)
+        return (
+            f"the mean of the buckets of {ranks_phrase(among)} alone, not of the {size} ranks': it was reduced over "
+            "another group"
+        )
+    if place.stale_since is not None:
+        return (
+            f"not the mean of the {size} ranks' buckets, but bit-equal to what came out in step {place.stale_since}: a "
+            "result of that step was handed out again"
         )
     return (
         f"{e.relative_error:.1e} away from the mean of the {size} ranks' buckets (relative, estimated within 18%), "

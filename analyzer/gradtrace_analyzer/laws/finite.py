@@ -288,6 +288,8 @@ def _came_through_reduction(
 
 def _birth(evidence: Evidence, same: Sequence[tuple[_Chosen, Place]]) -> Violation:
     chosen, place = same[0]
+    if place.source == "module":
+        place = replace(place, infinite_parameter=_infinite_parameter(evidence, place))
     ranks = tuple(sorted(p.rank for _, p in same))
     most = _largest_sum(evidence, place) if place.source == "bucket" else None
     return violation(
@@ -309,6 +311,16 @@ def _birth(evidence: Evidence, same: Sequence[tuple[_Chosen, Place]]) -> Violati
         count=place.count(chosen.kind),
         order=place.order + (0.25 if chosen.kind == "nan" else 0.0),
     )
+
+
+def _infinite_parameter(evidence: Evidence, place: Place) -> str | None:
+    """The first parameter of a module, and of those in it, that holds an infinity before the step."""
+    found = evidence.rows(
+        "SELECT parameter_fqn FROM parameters WHERE rank = ? AND step = ? AND root = ? AND point = 'before' "
+        "AND inf_count > 0 AND (? = '' OR starts_with(parameter_fqn, ? || '.')) ORDER BY record_index LIMIT 1",
+        [place.rank, place.step, place.root, place.module_fqn, place.module_fqn],
+    )
+    return found[0][0] if found else None
 
 
 def _largest_sum(evidence: Evidence, place: Place) -> float | None:

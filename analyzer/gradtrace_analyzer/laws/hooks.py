@@ -17,6 +17,9 @@ FLOAT16_LARGEST = 65504.0
 _LEAST_EPSILON = 2.0**-23  # the sketch's lanes are float32
 _LEVELS = 255
 
+# Below these a dtype holds multiples of them alone: what is smaller rounds by half of one, however small it is.
+_SUBNORMAL = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149}
+
 
 @dataclass(frozen=True)
 class Promise:
@@ -83,14 +86,23 @@ def allowed_error(
     `largest` is the largest magnitude in any rank's bucket. Infinite where nothing is promised.
     """
     spread: float = rank_count**0.5
+    held = promise.wire or dtype
+    floor = _floor(held, rank_count, numel, scale)
     if promise.bound == "rounding":
-        return 4 * max(epsilon(promise.wire or dtype), _LEAST_EPSILON) * spread
+        return 4 * max(epsilon(held), _LEAST_EPSILON) * spread + floor
     if promise.bound == "wire":
-        return epsilon(promise.wire) * spread
+        return epsilon(held) * spread + floor
     if promise.bound == "level":
         level: float = 2 * largest / _LEVELS * numel**0.5
         return level / scale if scale else 0.0
     return float("inf")
+
+
+def _floor(dtype: str | None, rank_count: int, numel: int, scale: float) -> float:
+    """What a dtype's smallest numbers lose, relative to `scale`: each rank's share rounds by half of one, and all of
+    them may round the same way."""
+    subnormal: float = _SUBNORMAL.get(dtype or "", 0.0)
+    return float(rank_count * subnormal / 2 * numel**0.5 / scale) if scale else 0.0
 
 
 def hook_phrase(hook_name: str | None) -> str:

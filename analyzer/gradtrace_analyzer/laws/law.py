@@ -68,13 +68,17 @@ class Law(Enum):
         "reduction_is_mean",
         "error",
         "A reduced bucket is the mean of the ranks' buckets, within 4 eps sqrt(ranks) of the larger of the mean of "
-        "their norms and its own, with eps of the bucket's dtype, at least 2^-23. It is read from sketches: their "
-        "standard error of 0.18 scales the size of a real deviation, and makes none where there is none.",
+        "their norms and its own, with eps of the bucket's dtype, at least 2^-23, and half the dtype's smallest number "
+        "per rank and element. Torch's compressing hooks are held to what they promise: eps sqrt(ranks) of the dtype "
+        "on the wire, two levels of a quantized range; PowerSGD, post-local SGD and hooks named by `--compressing` to "
+        "nothing, and what they lose is told. It is read from sketches: their standard error of 0.18 scales the size "
+        "of a real deviation, and makes none where there is none. Buckets of sparse gradients are not judged.",
     )
     GRADIENTS_EQUAL = (
         "gradients_equal",
         "error",
-        "After a reduction all ranks of the group hold bit-equal buckets and gradients.",
+        "After a reduction all ranks of the group hold bit-equal buckets and gradients, and their optimizers see them "
+        "so.",
     )
     PARAMETERS_EQUAL = (
         "parameters_equal",

@@ -6,6 +6,7 @@ are only norms, a single lane stands for it: the sum over the square root of the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 Lanes = npt.NDArray[np.float64]
-Kind = Literal["factor", "contribution", "unreduced", "share", "unexplained"]
+Kind = Literal["factor", "contribution", "unreduced", "share", "subset", "unexplained"]
 
 _SLACK = 4  # an explanation has to fit within this many tolerances
+_MOST_SOLVED = 12  # ranks whose weights can be told from the lanes of a sketch
 
 
 @dataclass(frozen=True)
@@ -23,14 +25,15 @@ class Explanation:
     """Why a bucket is not the mean.
 
     `factor` of the mean (factor), or of one rank's contribution beyond what it should be (contribution), whose
-    group rank `contributor` is. `relative_error` is the deviation over the mean, or over the scale where the mean is
-    zero.
+    group rank `contributor` is; the mean of the group ranks in `subset` alone (subset). `relative_error` is the
+    deviation over the mean, or over the scale where the mean is zero.
     """
 
     kind: Kind
     relative_error: float
     factor: float | None = None
     contributor: int | None = None
+    subset: tuple[int, ...] = ()
 
 
 def scales(before_norms: Lanes, after_norms: Lanes, counts: npt.NDArray[Any]) -> Lanes:
@@ -74,7 +77,7 @@ def explained(
             found = _contribution(before, deviation, divisor, room, size)
         if found is not None:
             return found
-    return Explanation("unexplained", size)
+    return _subset(before, after, own, room, size) or Explanation("unexplained", size)
 
 
 def _factor(mean: Lanes, after: Lanes, room: float, size: float) -> Explanation | None:
@@ -116,3 +119,27 @@ def _contribution(
     if residuals[best] > room:
         return None
     return Explanation("contribution", size, float(factors[best]), best)
+
+
+def _subset(before: Lanes, after: Lanes, own: int, room: float, size: float) -> Explanation | None:
+    if before.shape[1] == 1:
+        return None  # one number fits anything
+    for chosen in _candidates(before, after, own):
+        if np.linalg.norm(after - before[list(chosen)].mean(axis=0)) <= room:
+            return Explanation("subset", size, subset=chosen)
+    return None
+
+
+def _candidates(before: Lanes, after: Lanes, own: int) -> Iterator[tuple[int, ...]]:
+    """Sets of ranks over which a rank may have reduced: solved for among few, else neighbours and strides."""
+    size = len(before)
+    if size <= _MOST_SOLVED:
+        weights = np.linalg.lstsq(before.T, after, rcond=None)[0]
+        chosen = tuple(int(rank) for rank in np.flatnonzero(weights > 0.5 / size))
+        if 1 < len(chosen) < size:
+            yield chosen
+        return
+    for width in (w for w in range(2, size) if size % w == 0):
+        start = own - own % width
+        yield tuple(range(start, start + width))
+        yield tuple(range(own % width, size, width))

@@ -21,7 +21,7 @@ def wrapper_called(evidence: Evidence) -> Findings:
     )
     found = evidence.rows(
         "SELECT step, backward_index, min(microbatch), list(DISTINCT rank ORDER BY rank), "
-        "sum(count(*)) OVER () FROM backward_passes "
+        "count(*) OVER () FROM backward_passes "
         f"WHERE {_TOP} AND ddp_sync = 'bypassed' GROUP BY 1, 2 ORDER BY 1, 2 LIMIT 1"
     )
     violations = [
@@ -91,7 +91,8 @@ SELECT m.team, s.step, min(s.backward_count) AS fewest, max(s.backward_count) AS
     list((s.rank, s.backward_count) ORDER BY s.rank) AS counts
 FROM steps s JOIN (SELECT DISTINCT team, rank FROM members) m ON m.rank = s.rank
 WHERE s.backward_count IS NOT NULL
-    AND NOT EXISTS (SELECT 1 FROM reductions r WHERE r.rank = s.rank AND r.step = s.step AND r.is_shadow)
+    -- A rank that has joined makes fewer steps than the others, and counts its later ones otherwise.
+    AND NOT EXISTS (SELECT 1 FROM reductions r WHERE r.team = m.team AND r.is_shadow AND r.step <= s.step)
 GROUP BY 1, 2 HAVING count(DISTINCT s.rank) > 1
 """
 
@@ -133,15 +134,15 @@ def passes_match(evidence: Evidence) -> Findings:
 def _stopped_early(evidence: Evidence) -> Iterator[Violation]:
     """Ranks that ended their recording before others of their group, with no rows lost and no shadows."""
     rows = evidence.rows(
-        "SELECT m.team, s.rank, max(s.step), "
-        "bool_or(s.rank IN (SELECT rank FROM reductions WHERE is_shadow)) FROM steps s "
-        "JOIN (SELECT DISTINCT team, rank FROM members) m ON m.rank = s.rank GROUP BY 1, 2 ORDER BY 2"
+        "SELECT m.team, s.rank, max(s.step) FROM steps s "
+        "JOIN (SELECT DISTINCT team, rank FROM members) m ON m.rank = s.rank "
+        "WHERE m.team NOT IN (SELECT team FROM reductions WHERE is_shadow) GROUP BY 1, 2 ORDER BY 2"
     )
     for team in sorted({row[0] for row in rows}):
-        mine = [(rank, last, joined) for t, rank, last, joined in rows if t == team]
-        latest = max(last for _, last, _ in mine)
-        for rank, last, joined in mine:
-            excused = joined or rank in evidence.losing_ranks or rank not in evidence.closed_ranks
+        mine = [(rank, last) for t, rank, last in rows if t == team]
+        latest = max(last for _, last in mine)
+        for rank, last in mine:
+            excused = rank in evidence.losing_ranks or rank not in evidence.closed_ranks
             if last < latest and not excused:
                 yield violation(
                     Law.PASSES_MATCH,
@@ -212,7 +213,7 @@ def buckets_launched(evidence: Evidence) -> Findings:
     [(compared,)] = evidence.rows("SELECT count(*) FROM unlaunched")
     found = evidence.rows(
         "SELECT replica, step, backward_index, min(microbatch), list(DISTINCT rank ORDER BY rank), "
-        "any_value(unlaunched), sum(count(*)) OVER (PARTITION BY replica) FROM unlaunched "
+        "any_value(unlaunched), count(*) OVER (PARTITION BY replica) FROM unlaunched "
         "WHERE len(unlaunched) > 0 GROUP BY 1, 2, 3 "
         "QUALIFY row_number() OVER (PARTITION BY replica ORDER BY step, backward_index) = 1"
     )
@@ -272,7 +273,7 @@ def _never_done(evidence: Evidence) -> Iterator[Violation]:
     found = evidence.rows(
         "SELECT r.replica, r.step, r.backward_index, r.bucket_index, min(r.microbatch), "
         "list(DISTINCT r.rank ORDER BY r.rank), any_value(b.error), any_value(r.hook_name), "
-        "sum(count(*)) OVER (PARTITION BY r.replica) FROM reductions r "
+        "count(*) OVER (PARTITION BY r.replica) FROM reductions r "
         "JOIN backward_passes b ON b.rank = r.rank AND b.step = r.step "
         "AND b.backward_index = r.backward_index "
         "WHERE r.done_ns IS NULL AND b.error IS NOT NULL GROUP BY 1, 2, 3, 4 "

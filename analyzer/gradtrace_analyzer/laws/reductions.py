@@ -22,7 +22,8 @@ from gradtrace_schemas.table import SKETCH_LANES
 _NO_BUCKETS = "no bucket was recorded on all ranks of its group with values"
 
 # The rows of reductions whose every rank is there with finite values, those of one reduction together. What a rank
-# that has joined (a shadow) contributes is zeros, and what it gets nobody uses.
+# that has joined (a shadow) contributes is zeros, and what it gets nobody uses. Of sparse gradients only the rows that
+# are there are summarised, which are other ones on each rank.
 _COMPLETE = """
 SELECT pair, rank, replica, team_size, step, backward_index, microbatch, bucket_index, hook_name, is_shadow,
     coalesce(divisor, team_size) AS divisor, coalesce(dtype, before_dtype) AS dtype,
@@ -35,6 +36,7 @@ WHERE pair IN (
     SELECT pair FROM reductions GROUP BY pair
     HAVING count(*) = max(team_size) AND count(DISTINCT rank) = count(*)
         AND bool_and(is_shadow OR before_norm IS NOT NULL) AND count(DISTINCT coalesce(hook_name, '')) = 1
+        AND bool_and(coalesce(before_numel = numel, true) AND coalesce(after_numel = numel, true))
         AND coalesce(sum(before_nan_count + before_inf_count + after_nan_count + after_inf_count), 0) = 0)
 ORDER BY pair, rank
 """
@@ -238,6 +240,19 @@ def _parameters(evidence: Evidence, pair: int) -> list[str]:
     return names
 
 
+def _stale_since(evidence: Evidence, rows: _Rows, deviation: _Deviation) -> int | None:
+    """The latest earlier step in which the very same came out of the same bucket."""
+    if deviation.explanation.kind != "unexplained":
+        return None
+    [(step,)] = evidence.rows(
+        "SELECT max(o.step) FROM reductions r JOIN reductions o ON o.replica = r.replica AND o.rank = r.rank "
+        "AND o.parameter_fqns = r.parameter_fqns AND o.after_fingerprint = r.after_fingerprint "
+        "AND o.step < r.step WHERE r.pair = ? AND r.rank = ? AND r.after_norm > 0",
+        [rows.value("pair", deviation.row), deviation.rank],
+    )
+    return None if step is None else int(step)
+
+
 def _violations(
     evidence: Evidence,
     rows: _Rows,
@@ -252,7 +267,7 @@ def _violations(
     for deviation in sorted(deviations, key=lambda d: (rows.value("step", d.row), d.row)):
         e = deviation.explanation
         factor = None if e.factor is None else round(e.factor, 2)
-        same.setdefault((e.kind, factor, e.contributor), []).append(deviation)
+        same.setdefault((e.kind, factor, e.contributor, e.subset), []).append(deviation)
     for alike in same.values():
         first = alike[0]
         e = first.explanation
@@ -263,7 +278,7 @@ def _violations(
         )
         where = "" if len(ranks) == judged_ranks else f" on {ranks_phrase(ranks)}"
         step, bucket = rows.value("step", first.row), rows.value("bucket_index", first.row)
-        place = Place(replica.ranks, hook, ranks)
+        place = Place(replica.ranks, hook, ranks, _stale_since(evidence, rows, first))
         names = _parameters(evidence, rows.value("pair", first.row))
         yield violation(
             Law.REDUCTION_IS_MEAN,

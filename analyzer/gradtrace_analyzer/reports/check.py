@@ -57,9 +57,16 @@ def explanation(answer: Answer) -> str:
     if errors:
         more = len(answer.violations) - 1
         others = f" There {'is' if more == 1 else 'are'} {more} more." if more else ""
-        return f"{errors[0].explanation}{others}"
+        return f"{_cause(errors[0], answer).explanation}{others}"
     warnings = [v.explanation for v in answer.violations]
     return " ".join((_clean(answer), *warnings))
+
+
+def _cause(v: Violation, answer: Answer) -> Violation:
+    """What a violation follows from, a warning too; itself where it follows from nothing."""
+    causes = (w for w in answer.violations if w.law is v.inherits and w.step == v.step)
+    found = next(causes, None)
+    return v if found is None else _cause(found, answer)
 
 
 def lines(answer: Answer, name: str) -> Iterator[str]:

@@ -59,7 +59,7 @@ def changed(future: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def dividing_hook(fault, bucket):  # type: ignore[no-untyped-def]
-    if fault.is_now("sum"):
+    if fault.is_now("sum") or fault.kind == "other-hook":
         return summed(bucket.buffer())
     if fault.is_now("divided-twice"):
         return summed(bucket.buffer().div_(fault.size**2))
@@ -205,8 +205,10 @@ def register(fault: Fault, wrapped: DistributedDataParallel) -> None:
     if fault.kind in HOOKS:
         wrapped.register_comm_hook(fault, HOOKS[fault.kind])
     elif fault.kind == "other-hook" and fault.me == fault.rank and fault.at == 0:
-        wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)  # as wide as float16
-    elif fault.kind in ("other-hook", "overflow"):
+        wrapped.register_comm_hook(fault, dividing_hook)
+    elif fault.kind == "other-hook":
+        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    elif fault.kind == "overflow":
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
@@ -229,6 +231,8 @@ def train(arguments: argparse.Namespace, fault: Fault) -> None:
     for fault.step in range(arguments.steps):
         if fault.is_mine("exit"):
             os._exit(0)
+        if fault.is_mine("hang"):
+            time.sleep(600)
         with torch.no_grad():
             if fault.is_mine("parameter"):
                 model.middle.weight.view(-1)[0] += 1e-3
