@@ -7,7 +7,7 @@ stays free in the job's eyes. What a reducer was given stays with it when record
 
 Standard library and torch only: an armed process loads this before its first event.
 Source of how the reducer reduces without a hook: torch/csrc/distributed/c10d/reducer.cpp (2.13),
-`mark_variable_ready_dense`, `mark_variable_ready_sparse`, `run_comm_hook`; of the built-in hooks:
+`mark_variable_ready_dense`, `run_comm_hook`; of the built-in hooks:
 torch/csrc/distributed/c10d/default_comm_hooks.cpp.
 """
 
@@ -20,7 +20,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 _TORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 
@@ -51,7 +50,6 @@ class Relay:
         self._relays = relays
         self._reducer = weakref.ref(reducer)
         self._ddp: Callable[[], Any] = weakref.ref(ddp) if ddp is not None else lambda: None
-        self._views: _ViewWatch | None = None
 
     @property
     def ddp(self) -> Any:
@@ -66,19 +64,6 @@ class Relay:
     def take_in(self, state: Any, hook: Callable[..., Any], name: str) -> None:
         """The job's hook moves in."""
         self.state, self.hook, self.hook_name = state, hook, name
-        if self._views is not None:
-            self._views.remove()
-            self._views = None
-
-    def watch_views(self) -> None:
-        """A free relay of a DDP whose gradients are views of its buckets: divide them as the reducer would.
-
-        It multiplies a gradient while copying it into the bucket, and divides one that lies there already. By
-        two both give the same bits.
-        """
-        ddp = self.ddp
-        if ddp is not None and ddp.gradient_as_bucket_view and ddp.process_group.size() > 2:
-            self._views = _ViewWatch(ddp)
 
     def __call__(self, state: Any, bucket: Any) -> Any:
         """Reduce a bucket; called by the reducer on an autograd thread, or by `join` on the job's."""
@@ -95,13 +80,7 @@ class Relay:
     def _reduced(self, bucket: Any, opened: Any) -> Any:
         """As the reducer does it without a hook."""
         self.divisor = divisor = self._live_count()
-        buffer = bucket.buffer()
-        if buffer.layout != torch.strided:
-            buffer.div_(divisor)
-        elif self._views is None:
-            buffer.mul_(1.0 / divisor)
-        else:
-            self._views.divide(bucket, divisor)
+        bucket.buffer().mul_(1.0 / divisor)
         return self._summed(bucket).then(functools.partial(self._first, opened))
 
     def _summed(self, bucket: Any) -> Any:
@@ -134,7 +113,7 @@ class Relay:
             and not ddp._divide_by_initial_world_size
         ):
             self.join_work.wait()
-            return int(self.join_work.result()[0].item())
+            return int(self.join_work.get_future().value()[0].item())  # `result()` would warn
         return int(ddp.process_group.size())
 
     def all_reduced(self, state: Any, bucket: Any) -> Any:
@@ -155,44 +134,6 @@ class Relay:
 
     def _group_size(self) -> int:
         return int(self.ddp.process_group.size()) if self.ddp is not None else dist.get_world_size()
-
-
-class _ViewWatch:
-    """Which gradients lay in their bucket already when they were accumulated.
-
-    A hook on each parameter, after accumulation and before the reducer's own, which compares storages
-    (`is_alias_of`). Needed as long as the relay is free.
-    """
-
-    def __init__(self, ddp: Any) -> None:
-        self._storages: dict[int, int] = {}
-        self._in_bucket: set[int] = set()
-        self._handles: list[RemovableHandle] = [
-            p.register_post_accumulate_grad_hook(self._accumulated)
-            for p in ddp.parameters()
-            if p.requires_grad
-        ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def divide(self, bucket: Any, divisor: int) -> None:
-        storage = bucket.buffer().untyped_storage().data_ptr()
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            key = id(parameter)
-            before = self._storages.pop(key, None)
-            # One that was not used in this pass has the gradient of an earlier one, if any.
-            if before == storage or (before is None and key in self._in_bucket):
-                gradient.div_(divisor)
-            else:
-                gradient.mul_(1.0 / divisor)
-            self._in_bucket.add(key)
-
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout == torch.strided:
-            self._storages[id(parameter)] = gradient.untyped_storage().data_ptr()
 
 
 class Relays:
@@ -231,7 +172,6 @@ class Relays:
     def give(self, ddp: Any) -> Relay:
         """A free relay for a DDP module that has no hook."""
         relay = self._placed(ddp.reducer, ddp)
-        relay.watch_views()
         weakref.finalize(ddp.reducer, self._unwrap_if_unneeded).atexit = False
         return relay
 
@@ -249,7 +189,10 @@ class Relays:
         self._of[reducer] = relay
         return relay
 
-    def _register(self, original: Any, reducer: Any, state: Any, comm_hook: Any) -> Any:
+    def _register(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 3 or kwargs:
+            return original(*args, **kwargs)
+        reducer, state, comm_hook = args
         relay = self._of.get(reducer)
         if relay is None:
             if not self._is_attached:
@@ -260,7 +203,10 @@ class Relays:
         relay.take_in(state, comm_hook, hook_name(comm_hook))
         return None
 
-    def _register_builtin(self, original: Any, reducer: Any, comm_hook_type: Any) -> Any:
+    def _register_builtin(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 2 or kwargs:
+            return original(*args, **kwargs)
+        reducer, comm_hook_type = args
         relay = self._of.get(reducer)
         kinds = torch._C._distributed_c10d.BuiltinCommHookType
         if (

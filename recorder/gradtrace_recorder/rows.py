@@ -83,7 +83,7 @@ class Rows:
             string(name.kind),
             *shape_fields(tensor),
             int(tensor.requires_grad),
-            string(json.dumps(name.others) if name.others else None),
+            string(_names(name.others) if name.others else None),
             as_bytes(summary),
         )
 
@@ -106,7 +106,7 @@ class Rows:
             string(optimizer_class),
             NULL_FLOAT if learning_rate is None else learning_rate,
             string(hyperparameters),
-            string(json.dumps(list(parameter_fqns))),
+            string(_names(parameter_fqns)),
         )
 
     def module_call(
@@ -220,7 +220,7 @@ class Rows:
         is_last: bool,
         hook_name: str | None,
         group: str | None,
-        parameter_fqns: str,
+        parameter_fqns: Sequence[str | None],
         size_bytes: int,
         ready_ns: int | None,
         launched_ns: int,
@@ -242,7 +242,7 @@ class Rows:
             int(is_last),
             string(hook_name),
             string(group),
-            string(parameter_fqns),
+            string(_names(parameter_fqns)),
             size_bytes,
             _int64(ready_ns),
             launched_ns,
@@ -314,6 +314,19 @@ class Rows:
         self._journal.append(
             KINDS[table], timeline.step, timeline.microbatch, backward_index, *fields
         )
+
+
+# A text of the journal has at most 64 KiB.
+_MOST_TEXT = 48 << 10
+
+
+def _names(names: Sequence[str | None]) -> str:
+    """A list of names as JSON; of very many, the first and how many more."""
+    text, kept = json.dumps(list(names)), len(names)
+    while len(text) > _MOST_TEXT:
+        kept //= 2
+        text = json.dumps([*names[:kept], f"... and {len(names) - kept} more"])
+    return text
 
 
 def _int32(value: int | None) -> int:

@@ -56,7 +56,7 @@ def test_every_way_of_reducing_is_equal_on_three_ranks(tmp_path: Path) -> None:
 
 
 def assert_same(bare: list[dict[str, Any]], seen: list[dict[str, Any]]) -> None:
-    assert len(bare[0]) >= 50
+    assert len(bare[0]) >= 55
     assert {name for name, left in bare[0].items() if isinstance(left[0], str)} == REFUSED | {
         "refusals"
     }
@@ -120,6 +120,25 @@ def test_ranks_share_the_number_of_their_collective(
         two_ranks[0], "SELECT count(*) FROM buckets WHERE hook_name = 'debugging_hooks.noop_hook'"
     )
     assert len(apart) <= noop[0][0]  # which starts no collective of its own
+
+
+def test_where_equal_bits_cannot_be_had_nothing_is_installed_and_it_is_said(
+    two_ranks: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    found = rows(
+        two_ranks[0],
+        "SELECT unobserved, count(*), count(DISTINCT b.root) FROM groups g LEFT JOIN buckets b USING (rank, root) "
+        "WHERE g.module_fqn IS NOT NULL AND rank = 0 AND unobserved IS NOT NULL GROUP BY ALL ORDER BY 1",
+    )
+    sparse, views = found
+    assert "views of its buckets" in views[0] and views[1] >= 10 and views[2] == 0
+    assert "sparse gradients" in sparse[0] and sparse[1] == 2 and sparse[2] == 0
+    reduced = rows(
+        two_ranks[0],
+        "SELECT count(*) FROM gradients JOIN groups USING (rank, root) WHERE point = 'reduced' AND "
+        "unobserved IS NOT NULL",
+    )
+    assert reduced[0][0] > 100  # which needs no bucket
 
 
 def test_hooks_are_named(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -57,6 +57,10 @@ _BY_NAME = (
 
 # These launch further collectives when the first is done, so that c10d's number, read when the hook returned, is
 # by chance that of one or the other.
+_TORCHS_MODULES = (
+    "BuiltinCommHookType", "ddp_zero_hook", "debugging_hooks", "default_hooks", "mixed_precision_hooks",
+    "optimizer_overlap_hooks", "post_localSGD_hook", "powerSGD_hook", "quantization_hooks",
+)  # fmt: skip
 _CHAINING = ("quantization_hooks.*", "powerSGD_hook.*", "post_localSGD_hook.*", "*noop_hook")
 
 
@@ -103,6 +107,12 @@ def _floor(dtype: str | None, rank_count: int, numel: int, scale: float) -> floa
     them may round the same way."""
     subnormal: float = _SUBNORMAL.get(dtype or "", 0.0)
     return float(rank_count * subnormal / 2 * numel**0.5 / scale) if scale else 0.0
+
+
+def may_compress(hook_name: str | None, error: float, rank_count: int) -> bool:
+    """Whether a hook of the user's own may just have cast to fewer bits: bfloat16 loses as much as this."""
+    is_torchs = hook_name is None or hook_name.partition(".")[0] in _TORCHS_MODULES
+    return not is_torchs and error <= epsilon("bfloat16") * rank_count**0.5
 
 
 def hook_phrase(hook_name: str | None) -> str:

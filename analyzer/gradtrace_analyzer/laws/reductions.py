@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gradtrace_analyzer.laws.evidence import Evidence, Replica
 from gradtrace_analyzer.laws.explanations import Place, odd_rank, said
-from gradtrace_analyzer.laws.hooks import Promise, allowed_error, hook_phrase
+from gradtrace_analyzer.laws.hooks import Promise, allowed_error, hook_phrase, may_compress
 from gradtrace_analyzer.laws.law import Compression, Findings, Law, Violation, violation
 from gradtrace_analyzer.laws.mean import Explanation, Lanes, explained, means, scales
 from gradtrace_analyzer.laws.phrases import bucket_phrase, counted
@@ -280,11 +280,24 @@ def _violations(
         step, bucket = rows.value("step", first.row), rows.value("bucket_index", first.row)
         place = Place(replica.ranks, hook, ranks, _stale_since(evidence, rows, first))
         names = _parameters(evidence, rows.value("pair", first.row))
+        largest = max(d.explanation.relative_error for d in alike)
+        is_everywhere = len(ranks) == judged_ranks and place.stale_since is None
+        is_cast = (
+            e.kind == "unexplained"
+            and is_everywhere
+            and may_compress(hook, largest, len(replica.ranks))
+        )
+        perhaps = (
+            f" A hook that casts to fewer bits loses as much: if it does, --compressing {hook!r}."
+            if is_cast
+            else ""
+        )
         yield violation(
             Law.REDUCTION_IS_MEAN,
             step,
             f"{bucket_phrase(step, bucket, names)}: after {hook_phrase(hook)} it is{where} "
-            f"{said(e, place)}. So in {len(pairs):,} of {counted(pair_count, 'bucket')}.",
+            f"{said(e, place)}. So in {len(pairs):,} of {counted(pair_count, 'bucket')}.{perhaps}",
+            severity="warning" if is_cast else Law.REDUCTION_IS_MEAN.severity,
             rank=odd_rank(e, place),
             ranks=ranks,
             group=replica.group,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec
@@ -18,8 +17,6 @@ from gradtrace_recorder.sources.groups import collective_seq, write_reducing_mod
 from gradtrace_recorder.sources.state import inside_backward, record_gradients
 
 P = ParamSpec("P")
-# A text of the journal has at most 64 KiB: names of a bucket with very many parameters are cut off as a list.
-_MOST_TEXT = 48 << 10
 
 
 class _Ddp:
@@ -241,7 +238,7 @@ class DdpSource:
             "is_last": bucket.is_last(),
             "hook_name": relay.hook_name,
             "group": about.group if about is not None else None,
-            "parameter_fqns": _fqns(recording, parameters),
+            "parameter_fqns": [n and n.fqn for n in map(recording.names.tensor, parameters)],
             "size_bytes": buffer.numel() * buffer.element_size(),
             "ready_ns": min(ready) if ready and not is_shadow else None,
             "root": root,
@@ -349,6 +346,13 @@ def _why_unobserved(ddp: Any) -> str | None:
         return "its hook was registered before recording was switched on"
     if ddp._get_ddp_logging_data().get("comm_hook"):
         return "a built-in hook was registered before recording was switched on"
+    if ddp.gradient_as_bucket_view:
+        return (
+            "its gradients are views of its buckets, where the reducer divides them as they arrive: a pass that "
+            "does not complete, or a hook that looks, would see them undivided"
+        )
+    if any(getattr(m, "sparse", False) for m in ddp.module.modules()):
+        return "it has sparse gradients, whose memory the reducer divides as they arrive"
     if any(p.device.type != "cpu" for p in ddp.parameters()):
         return "its gradients are on a device, where equality to the last bit is not proved"
     if not hasattr(ddp.reducer, "_run_allreduce_hook"):
@@ -363,17 +367,6 @@ def _layout(about: _Ddp, index: int, ids: tuple[int, ...]) -> int:
         about.layout_index += 1
     about.layouts[index] = ids
     return about.layout_index
-
-
-def _fqns(recording: Recording, parameters: list[torch.Tensor]) -> str:
-    """The FQNs in buffer order as JSON; of a bucket with very many, the first."""
-    names = [recording.names.tensor(p) for p in parameters]
-    fqns = [None if name is None else name.fqn for name in names]
-    text = json.dumps(fqns)
-    while len(text) > _MOST_TEXT:
-        fqns = fqns[: len(fqns) // 2]
-        text = json.dumps([*fqns, f"... and {len(names) - len(fqns)} more"])
-    return text
 
 
 def _result(future: Any) -> torch.Tensor | None:

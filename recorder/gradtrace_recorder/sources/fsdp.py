@@ -7,7 +7,6 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (2.13), `foreac
 
 from __future__ import annotations
 
-import json
 import sys
 import weakref
 from typing import Any
@@ -97,7 +96,7 @@ class FsdpSource:
                 "bucket_index": index,
                 "is_last": False,
                 "hook_name": None,
-                "parameter_fqns": json.dumps([p._param_fqn for p in group.fsdp_params]),
+                "parameter_fqns": [p._param_fqn for p in group.fsdp_params],
                 "size_bytes": buffer.numel() * buffer.element_size(),
                 "ready_ns": None,
                 "root": None if name is None else name.root,

@@ -166,6 +166,56 @@ def sparse(rank: int, world: int) -> Any:
 
 
 @way
+def sparse_shares_its_gradient(rank: int, world: int) -> Any:
+    """A sparse gradient whose values are the very tensor that goes on to a dense layer."""
+    torch.manual_seed(0)
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(20, 6, sparse=True)
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = self.table((x[:, 0].abs() * 5).long() % 20)
+            result: Tensor = self.first(x) + rows + self.second(x)
+            return result
+
+    net = DistributedDataParallel(Sum(), **SMALL_BUCKETS)
+    for batch in data(rank, 2):
+        net.zero_grad()
+        net(batch).square().mean().backward()
+    return [p.grad.to_dense().clone() for p in net.parameters()]
+
+
+@way
+def incomplete_view(rank: int, world: int) -> Any:
+    """A parameter without a gradient: no bucket is launched, and what lies in the views is seen."""
+    torch.manual_seed(0)
+    net = DistributedDataParallel(Branching(), gradient_as_bucket_view=True)
+    net(torch.ones(2, 6) * (rank + 1)).sum().backward()
+    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+
+@way
+def hooks_that_look(rank: int, world: int) -> Any:
+    """What the job's own hooks see in .grad while the pass runs."""
+    seen = []
+    for view in (False, True):
+        net = DistributedDataParallel(deep(), gradient_as_bucket_view=view)
+        parameters = list(net.parameters())
+
+        def look(_: Tensor, of: list[nn.Parameter] = parameters) -> None:
+            seen.extend(p.grad.clone() for p in of if p.grad is not None)
+
+        for parameter in parameters:
+            parameter.register_hook(look)
+        for batch in data(rank, 3):
+            net(batch).square().mean().backward()
+    return seen
+
+
+@way
 def create_graph(rank: int, world: int) -> Any:
     net = DistributedDataParallel(deep(), **SMALL_BUCKETS)
     kept = []
