@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -295,3 +298,30 @@ def test_a_bucket_under_way_outlives_a_kill(tmp_path: Path) -> None:
     found = rows_of_a_living_run(tmp_path / "run")
     assert [index for index, _ in found] == [0, 1, 2]
     assert found[2][1] is None and None not in [done for _, done in found[:2]]
+
+
+WRAPPED_AGAIN = """
+import time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.Linear(3, 3)
+for _ in range(3):
+    net = DDP(model)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer.zero_grad()
+    net(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+time.sleep(0.1)
+"""
+
+
+def test_a_model_that_is_wrapped_again_misses_no_bucket(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(WRAPPED_AGAIN)
+    run_job(tmp_path / "job.py", ranks=2, recorded=tmp_path / "run").must_succeed()
+    command = ["-m", "gradtrace_analyzer.cli", "check", str(tmp_path / "run"), "--format", "json"]
+    said = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
+    answer = json.loads(said.stdout)
+    assert answer["verdict"] == "clean" and answer["violations"] == [], answer["explanation"]
+    assert answer["judged"]["reduction_is_mean"] == 3

@@ -175,6 +175,11 @@ touched AS (
     UNION SELECT DISTINCT m.replica, g.rank, g.step, g.backward_index FROM gradients g
         JOIN members m ON m.rank = g.rank AND m.root = g.root
         JOIN managed p ON p.replica = m.replica AND p.parameter_fqn = g.parameter_fqn WHERE g.point = 'local'),
+elsewhere AS (  -- a model that was wrapped again is reduced by its new wrapper
+    SELECT DISTINCT p.replica, l.rank, l.step, l.backward_index FROM launched l
+    JOIN managed p ON p.parameter_fqn = l.parameter_fqn AND p.replica <> l.replica
+    ANTI JOIN launched o ON o.replica = p.replica AND o.rank = l.rank AND o.step = l.step
+        AND o.backward_index = l.backward_index),
 judged AS (
     SELECT m.replica, b.rank, b.step, b.backward_index, b.microbatch FROM backward_passes b
     JOIN members m ON m.rank = b.rank AND m.module_fqn IS NOT NULL
@@ -183,7 +188,9 @@ judged AS (
         AND (list_contains($closed, b.rank) OR b.step < (SELECT max(step) FROM steps s WHERE s.rank = b.rank))
         AND (b.rank IN (SELECT rank FROM lone)
             OR (m.replica, b.rank, b.step, b.backward_index) IN (SELECT (t.replica, t.rank, t.step, t.backward_index)
-                FROM touched t)))
+                FROM touched t))
+        AND NOT EXISTS (FROM elsewhere e WHERE e.replica = m.replica AND e.rank = b.rank AND e.step = b.step
+            AND e.backward_index = b.backward_index))
 SELECT j.*, list(p.parameter_fqn ORDER BY p.position)
     FILTER (WHERE l.parameter_fqn IS NULL) AS unlaunched
 FROM judged j JOIN managed p ON p.replica = j.replica

@@ -7,14 +7,15 @@ from collections.abc import Collection, Iterable, Sequence
 from gradtrace_analyzer.run import ranks_phrase, spans
 
 
-def listed(names: Sequence[str], shown: int = 1) -> str:
-    """`head.weight and 5 more`."""
+def listed(names: Sequence[str | None], shown: int = 1) -> str:
+    """`head.weight and 5 more`; a parameter that no root owned is null in the records."""
+    said = [name or "a parameter without a name" for name in names]
     if len(names) <= shown:
-        return " and ".join(names)
-    return f"{', '.join(names[:shown])} and {len(names) - shown} more"
+        return " and ".join(said)
+    return f"{', '.join(said[:shown])} and {len(names) - shown} more"
 
 
-def bucket_phrase(step: int, bucket_index: int, parameter_fqns: Sequence[str]) -> str:
+def bucket_phrase(step: int, bucket_index: int, parameter_fqns: Sequence[str | None]) -> str:
     """`Step 0, bucket 0 (head.weight and 5 more)`."""
     return f"Step {step}, bucket {bucket_index} ({listed(parameter_fqns)})"
 
