@@ -91,6 +91,13 @@ def test_parameter_that_was_never_finite_is_told(tmp_path: Path) -> None:
     assert "before the forward pass: it is there from the start" in found["explanation"]
 
 
+def test_what_autograd_grad_starts_from_is_no_loss(tmp_path: Path) -> None:
+    """A pipeline's shape inference runs such a pass over memory that nothing was written to."""
+    rows = Job().made()
+    edit(rows, "backward_passes", {"step": 1, "rank": 0}, loss=float("inf"), kind="grad")
+    assert "values_finite" not in laws(checked(tmp_path, rows))
+
+
 def test_loss_of_finite_outputs_gave_birth(tmp_path: Path) -> None:
     rows = Job().made()
     edit(rows, "backward_passes", {"step": 1, "rank": 0}, loss=float("inf"))

@@ -126,6 +126,20 @@ def test_a_bypassed_wrapper_is_said(tmp_path: Path) -> None:
     assert found == [("sync",), ("bypassed",), ("no_sync",)]
 
 
+@ranks(2)
+def test_a_reducer_that_was_prepared_by_hand_reduces(tmp_path: Path) -> None:
+    """As a pipeline's stage does for its last microbatch."""
+    net = DistributedDataParallel(nn.Linear(3, 3))
+    with recording(tmp_path / "run"), net.no_sync():
+        loss = net(torch.ones(2, 3)).sum()
+        net.reducer.prepare_for_backward([])
+        loss.backward()
+    dist.barrier()
+    assert rows(tmp_path / "run", "SELECT ddp_sync FROM backward_passes") == [("sync",)] * 2
+    reduced = "SELECT count(*) FROM gradients WHERE point = 'reduced'"
+    assert rows(tmp_path / "run", reduced) == [(4,)]
+
+
 def test_relays_hold_no_reducer() -> None:
     assert not list(RELAYS._of)
 

@@ -72,7 +72,7 @@ _SOURCES = (
         "backward_passes",
         ("0", "0", "CAST(isnan(loss) AS INTEGER)", "CAST(isinf(loss) AS INTEGER)"),
         _BACKWARD,
-        "NOT isfinite(loss)",
+        "kind = 'backward' AND NOT isfinite(loss)",
     ),
     _select(
         "node",

@@ -157,10 +157,11 @@ class DdpSource:
     def backward_done(self, recording: Recording, backward_index: int, microbatch: int) -> None:
         """A top-level accumulating pass has returned: rows of its buckets, and of the gradients they left."""
         launched = {key for bucket in self._open for key in bucket.parameter_ids}
+        states = [(about, self._state(about)) for about in self._touched()]
         self._settle(recording)
         waiting: set[int] = set()
-        for about in self._touched():
-            if self._state(about) == "sync":
+        for about, state in states:
+            if state == "sync":
                 waiting |= (
                     about.parameter_ids if about.unobserved else about.parameter_ids & launched
                 )
@@ -292,6 +293,8 @@ class DdpSource:
         return touched if self._ready else every
 
     def _state(self, about: _Ddp) -> str | None:
+        if any(not about.parameter_ids.isdisjoint(bucket.parameter_ids) for bucket in self._open):
+            return "sync"  # a pipeline's stage prepares the reducer itself, after a forward under `no_sync`
         ddp = about.module()
         if about.is_called or ddp is None:
             return about.state
