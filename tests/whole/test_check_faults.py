@@ -234,7 +234,7 @@ def test_good_ways_of_reducing_break_no_law(tmp_path: Path) -> None:
     code, answer = check(ways(tmp_path, 2, *CLEAN))
     assert (code, answer["verdict"], answer["violations"]) == (0, "clean", [])
     assert answer["not_judged"] == {}
-    assert answer["judged"][MEAN] >= 70 and answer["judged"][EQUAL] >= 400
+    assert answer["judged"][MEAN] >= 70 and answer["judged"][EQUAL] >= 350
     errors = {c["hook_name"]: c for c in answer["compression"]}
     half = errors["default_hooks.fp16_compress_hook"]
     assert 0 < half["median_error"] <= half["largest_error"] < half["promised"] < 2e-3
@@ -246,11 +246,17 @@ def test_good_ways_of_reducing_break_no_law(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_of_all_ways_of_reducing_only_what_is_wrong_is_told(ranks: int, tmp_path: Path) -> None:
     run = ways(tmp_path, ranks)
-    # A hook of the job's own that compresses inside is held to the mean, unless it is called compressing.
+    # A hook of the job's own that compresses inside is warned of, unless it is called compressing.
     code, answer = check(run)
-    assert (code, [v["law"] for v in answer["violations"]]) == (1, [MEAN, "buckets_launched"])
-    assert answer["violations"][0]["hook_name"] == "__main__.<lambda>.<locals>.<lambda>"
+    laws = [v["law"] for v in answer["violations"]]
+    assert (code, laws) == (1, ["gradients_equal", MEAN, "buckets_launched"])
+    cast = answer["violations"][1]
+    assert cast["hook_name"] == "__main__.<lambda>.<locals>.<lambda>"
+    assert cast["severity"] == "warning" and "--compressing" in cast["explanation"]
     code, answer = check(run, "--compressing", "__main__.<lambda>*")
-    # The way called `unfinished` leaves out a branch that DDP was not told of.
-    assert (code, [v["law"] for v in answer["violations"]]) == (0, ["buckets_launched"])
-    assert "right.weight and right.bias got no gradient" in answer["violations"][0]["explanation"]
+    # The ways called `incomplete_view` and `unfinished` leave out a branch that DDP was not told of: the first is
+    # not observed, but the ranks end up with gradients of their own.
+    laws = [v["law"] for v in answer["violations"]]
+    assert (code, laws) == (1, ["gradients_equal", "buckets_launched"])
+    assert answer["violations"][0]["parameter_fqn"] == "trunk.weight"
+    assert "right.weight and right.bias got no gradient" in answer["violations"][1]["explanation"]
