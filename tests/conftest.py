@@ -27,6 +27,7 @@ def nothing_left_behind() -> Iterator[None]:
     from torch.optim import optimizer
 
     assert not module._global_forward_pre_hooks and not module._global_forward_hooks
+    assert not module._has_any_global_hook()
     assert not optimizer._global_optimizer_pre_hooks and not optimizer._global_optimizer_post_hooks
     assert type(torch.autograd.Variable._execution_engine).__name__ == "_EngineBase"
     assert torch.amp.GradScaler.step.__module__ == "torch.amp.grad_scaler"

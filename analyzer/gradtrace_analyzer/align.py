@@ -13,6 +13,7 @@ from typing import Any
 
 import duckdb
 
+from gradtrace_analyzer.failures import Failure, one_sided_failures
 from gradtrace_analyzer.links import LINK_TABLES, LINKS, LinkTable, link_of
 from gradtrace_analyzer.pairing import SEEN, STATISTICS, SUSPECTS, differing, digests_agree
 from gradtrace_analyzer.tolerance import tolerance
@@ -62,6 +63,7 @@ class Difference:
     """A pair of rows that differ, or a row that one side alone has (`only_in`).
 
     `order` is the place in the rank's step, in program order; `exceeds`, whether it is more than rounding.
+    `event_indices` are the rows' numbers on both sides, where they are Nodes.
     """
 
     table: str
@@ -71,11 +73,17 @@ class Difference:
     only_in: str | None
     key: Mapping[str, Any]
     exceeds: bool = True
-    event_index: int | None = None
+    event_indices: tuple[int | None, int | None] = (None, None)
     bucket_index: int | None = None
     reads: Change | None = None
     writes: Change | None = None
     values: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def event_index(self) -> int | None:
+        """The Node's number in its pass, of the candidate where the baseline lacks it."""
+        in_baseline, in_candidate = self.event_indices
+        return in_candidate if in_baseline is None else in_baseline
 
     @property
     def link(self) -> str:
@@ -263,6 +271,108 @@ class Alignment:
         ).fetchall()
         return {fqn for (fqn,) in rows}
 
+    def unused_forwards(self, step: int) -> dict[int, list[tuple[float, float]]]:
+        """By rank, the stretches of the step's program order, on the baseline's side, that hold a root's forward
+        of which no accumulating backward pass ran a Node, with the `autograd.grad` calls right after it."""
+        calls = self._connection.execute(
+            "SELECT rank, record_index - s.first, depth = 0, EXISTS ("
+            "SELECT 1 FROM baseline.node_events n JOIN baseline.backward_passes p "
+            "USING (rank, step, backward_index) WHERE p.kind = 'backward' AND n.step = ? "
+            "AND n.rank = c.rank AND n.step = c.step "
+            "AND n.root = c.root AND n.module_fqn = c.module_fqn AND n.call_index = c.call_index "
+            "AND n.microbatch >= c.microbatch AND NOT EXISTS (SELECT 1 FROM baseline.module_calls l "
+            "WHERE l.step = ? AND l.rank = c.rank AND l.step = c.step AND l.root = c.root "
+            "AND l.module_fqn = c.module_fqn AND l.call_index = c.call_index AND l.phase = 'forward' "
+            "AND l.microbatch > c.microbatch AND l.microbatch <= n.microbatch)) "
+            "FROM baseline.module_calls c JOIN step_start s USING (rank, step) "
+            "WHERE s.side = 'baseline' AND c.phase = 'forward' AND step = ?",
+            [step, step, step],
+        ).fetchall()
+        passes = self._connection.execute(
+            "SELECT rank, record_index - s.first, kind FROM baseline.backward_passes p "
+            "JOIN step_start s USING (rank, step) WHERE s.side = 'baseline' AND step = ?",
+            [step],
+        ).fetchall()
+        found: dict[int, list[tuple[float, float]]] = {}
+        for rank in {rank for rank, *_ in calls}:
+            begin, is_used, is_open = 0.0, False, False
+            rows = [row[1:] for row in (*calls, *passes) if row[0] == rank]
+            for place, *what in sorted(rows):  # a call's row comes after those inside it
+                if len(what) == 1:
+                    is_open = is_open and what[0] == "grad"
+                    if is_open:
+                        found[rank][-1] = (found[rank][-1][0], float(place))
+                    begin = place + 0.5
+                    continue
+                is_root, has_nodes = what
+                is_used = is_used or has_nodes
+                if is_root:
+                    is_open = not is_used
+                    if is_open:
+                        found.setdefault(rank, []).append((begin, float(place)))
+                    begin, is_used = place + 0.5, False
+        return found
+
+    def abandoned_forwards(self, step: int, rank: int) -> tuple[int, int] | None:
+        """How many of the step's forwards no backward pass followed, on both sides."""
+        row: tuple[int, int] | None = self._connection.execute(
+            "SELECT b.abandoned_forwards, c.abandoned_forwards FROM baseline.steps b "
+            "JOIN candidate.steps c USING (rank, step) WHERE step = ? AND rank = ?",
+            [step, rank],
+        ).fetchone()
+        return row
+
+    def failures(self) -> list[Failure]:
+        """Exceptions that left a backward pass on one side alone."""
+        return one_sided_failures(self._connection)
+
+    def first_nonfinite(self) -> Difference | None:
+        """The first pair, by step and program order, of which one side alone holds NaN or infinity."""
+        first: Difference | None = None
+        for table in LINK_TABLES:
+            if table.table not in ("inputs", "module_calls", "node_events"):
+                continue
+            apart = " OR ".join(
+                f"({role}_b_{s} > 0) <> ({role}_c_{s} > 0)"
+                for role, _ in table.sides
+                for s in ("nan_count", "inf_count")
+            )
+            cursor = self._connection.execute(
+                f"SELECT * FROM differing_{table.table} WHERE only_in IS NULL AND ({apart}) "
+                "ORDER BY step, place, rank LIMIT 1"
+            )
+            names = [column[0] for column in cursor.description or ()]
+            for row in cursor.fetchall():
+                found = _difference(table, dict(zip(names, row, strict=True)))
+                if first is None or (found.step, found.order) < (first.step, first.order):
+                    first = found
+        return first
+
+    def node_gradients(self, d: Difference, direction: str) -> tuple[list[Change | None], int, int]:
+        """(the gradients into or out of a Node by position, their count on both sides).
+
+        Where the Node has one gradient, or not the same on both sides, the list is empty.
+        """
+        counts = self._connection.execute(
+            f"SELECT b.{direction}_count, c.{direction}_count FROM baseline.node_events b, "
+            f"candidate.node_events c WHERE {_at('b')} AND {_at('c')}",
+            _both_places(d),
+        ).fetchone()
+        of_baseline, of_candidate = counts if counts is not None else (0, 0)
+        statistics = ", ".join(f"b.{s}, c.{s}" for s in STATISTICS)
+        rows = self._connection.execute(
+            "SELECT b.position, b.fingerprint IS NOT DISTINCT FROM c.fingerprint AND "
+            f"b.norm IS NOT DISTINCT FROM c.norm, {statistics} FROM baseline.node_tensors b "
+            "JOIN candidate.node_tensors c USING (direction, position) "
+            f"WHERE {_at('b')} AND {_at('c')} AND direction = ? ORDER BY 1",
+            [*_both_places(d), direction],
+        ).fetchall()
+        found: list[Change | None] = []
+        for position, is_equal, *values in rows:
+            found += [None] * (position - len(found))
+            found.append(_change(values, is_equal, d))
+        return (found if of_baseline == of_candidate else []), of_baseline, of_candidate
+
     def lone_names(self) -> list[dict[str, str]]:
         """Modules and parameters that one side alone has, over all common steps."""
         found = []
@@ -308,7 +418,7 @@ def _difference(table: LinkTable, row: Mapping[str, Any]) -> Difference:
         only_in=only_in,
         key={k: row[f"key_{k}"] for k in table.key},
         exceeds=bool(row["exceeds"]),
-        event_index=row.get("event_index"),
+        event_indices=(row.get("event_index_b"), row.get("event_index_c")),
         bucket_index=row.get("bucket_index"),
         reads=changes.get("reads"),
         writes=changes.get("writes"),
@@ -319,3 +429,36 @@ def _difference(table: LinkTable, row: Mapping[str, Any]) -> Difference:
 def _same(a: Any, b: Any) -> bool:
     both_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
     return both_nan or a == b
+
+
+def _at(side: str) -> str:
+    """That a row of a side is of one Node: for `_both_places`."""
+    columns = ("rank", "step", "backward_index", "event_index")
+    return " AND ".join(f"{side}.{column} = ?" for column in columns)
+
+
+def _both_places(d: Difference) -> list[Any]:
+    return [
+        value
+        for index in d.event_indices
+        for value in (d.rank, d.step, d.key["backward_index"], index)
+    ]
+
+
+def _change(values: Sequence[Any], is_equal: bool, d: Difference) -> Change:
+    """One gradient on both sides; `values` are the statistics, baseline and candidate in turn."""
+    baseline = dict(zip(STATISTICS, values[::2], strict=True))
+    candidate = dict(zip(STATISTICS, values[1::2], strict=True))
+    a, b = baseline["sketch"], candidate["sketch"]
+    larger = max(baseline["norm"] or 0.0, candidate["norm"] or 0.0)
+    error = math.dist(a, b) / larger if a and b and len(a) == len(b) and larger else None
+    if any((baseline[s] or 0) != (candidate[s] or 0) for s in ("nan_count", "inf_count")):
+        error = None
+    whole = d.writes or d.reads
+    return Change(
+        differs=not is_equal,
+        error=error,
+        tolerance=whole.tolerance if whole is not None else 0.0,
+        baseline=baseline,
+        candidate=candidate,
+    )

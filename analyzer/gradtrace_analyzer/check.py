@@ -16,6 +16,7 @@ from gradtrace_analyzer.laws.law import Compression, Findings, Law, Violation
 from gradtrace_analyzer.laws.passes import (
     buckets_launched,
     last_pass_reduces,
+    passes_complete,
     passes_match,
     wrapper_called,
 )
@@ -111,6 +112,7 @@ def _judged(evidence: Evidence) -> list[Findings]:
         data_differ(evidence),
         values_finite(evidence),
         forward_is_fresh(evidence),
+        passes_complete(evidence),
         wrapper_called(evidence),
         last_pass_reduces(evidence),
         passes_match(evidence),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import duckdb
 
-from gradtrace_analyzer.align import Alignment, Difference
+from gradtrace_analyzer.align import Alignment, Change, Difference
 from gradtrace_analyzer.database import connect_pair
 from gradtrace_analyzer.diff import (
     Answer,
@@ -17,7 +18,9 @@ from gradtrace_analyzer.diff import (
     firsts,
     split_by_inheritance,
 )
+from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.links import LINK_TABLES, LINKS, LOCAL_LINKS
+from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.run import Run, ranks_phrase, spans
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
@@ -56,6 +59,7 @@ def _compared(
     cover = _cover(runs, ranks, steps, alignment.compared(), unread)
     common = sorted({step for of_rank in steps["both"].values() for step in of_rank})
     configuration = _configuration(runs)
+    failures = alignment.failures()
     lone = [*_lone_ranks(cover)]
     if not _asked_differently(runs):
         lone += alignment.lone_names()
@@ -78,15 +82,21 @@ def _compared(
             configuration=tuple(configuration),
             structure=tuple(lone),
             spread=tuple(alignment.spread()),
-            notes=tuple(notes),
+            notes=(*notes, *_abandoned(alignment, origins)),
             unseen=tuple(_unseen(runs, cover, origins[0], common) if origins else ()),
             first_bits=first_bits,
+            failures=tuple(failures),
+            repeated=tuple(repeated(connection, origins[0].step)) if origins else (),
+            first_nonfinite=_first_nonfinite(alignment, origins),
         )
 
     nothing = _nothing_to_compare(runs, ranks, steps, alignment)
     if nothing is not None:
         return answer("incomparable", nothing)
     step = alignment.first_step(exceeding=False)
+    failed = min((f.step for f in failures), default=None)
+    if failed is not None and (step is None or failed < step):
+        step = failed
     if step is None:
         if not cover.is_whole:
             return answer("incomparable", _not_whole(cover))
@@ -95,7 +105,7 @@ def _compared(
             return answer("different", notes=notes)
         return answer("identical", notes=notes)
 
-    origins, inherited = _places(alignment, step, exceeding=False)
+    origins, inherited = _places(alignment, step, failures, exceeding=False)
     reproducible = not configuration and _is_reproducible(alignment, common, step, origins)
     if exact or reproducible or any(o.link in _GIVEN or o.difference.exceeds for o in origins):
         return answer("different", origins=origins, inherited=inherited)
@@ -103,21 +113,83 @@ def _compared(
     if step is None:
         return answer("within_tolerance", origins=origins, inherited=inherited)
     first_bits = origins[0]
-    origins, inherited = _places(alignment, step, exceeding=True)
+    origins, inherited = _places(alignment, step, failures, exceeding=True)
     return answer("different", origins=origins, inherited=inherited, first_bits=first_bits)
 
 
 def _places(
-    alignment: Alignment, step: int, *, exceeding: bool
+    alignment: Alignment, step: int, failures: Sequence[Failure], *, exceeding: bool
 ) -> tuple[list[Origin], list[Origin]]:
     differences = alignment.differences_at(step)
     modules = {
         d.rank: alignment.module_fqns(step, d.rank, d.key["root"])
         for d in _module_calls(differences)
     }
-    return split_by_inheritance(
-        firsts(differences, alignment.rng_to_blame(step), modules, exceeding=exceeding)
+    forwards = any(d.table in ("inputs", "module_calls") for d in differences)
+    # Two passes of a step may fail, one after another: the first is the reason.
+    failed = {f.rank: f for f in reversed(failures) if f.step == step}
+    origins, inherited = split_by_inheritance(
+        firsts(
+            differences,
+            alignment.rng_to_blame(step),
+            modules,
+            exceeding=exceeding,
+            failures=failed,
+            unused=alignment.unused_forwards(step) if forwards else {},
+        )
     )
+    return [_with_positions(alignment, o) for o in origins], inherited
+
+
+def _with_positions(alignment: Alignment, origin: Origin) -> Origin:
+    """A Node's origin with those of its gradients that differ, where not all do; one alone gives the numbers."""
+    d = origin.difference
+    if d.table != "node_events" or None in d.event_indices:
+        return origin
+    direction = "grad_output" if origin.between else "grad_input"
+    gradients, before, after = alignment.node_gradients(d, direction)
+    if before != after:
+        return replace(origin, gradient_counts=(before, after))
+    apart = {n: g for n, g in enumerate(gradients) if g is not None and g.differs}
+    if not apart or len(apart) == sum(g is not None for g in gradients):
+        return origin
+    change = next(iter(apart.values())) if len(apart) == 1 else origin.change
+    count = sum(g is not None for g in gradients)
+    return replace(origin, positions=tuple(apart), position_count=count, change=change)
+
+
+def _first_nonfinite(alignment: Alignment, origins: Sequence[Origin]) -> Origin | None:
+    """The first value that is not finite on one side alone, where the origins do not say so themselves."""
+    d = alignment.first_nonfinite() if origins else None
+    if d is None or any(o.difference.key == d.key and o.step == d.step for o in origins):
+        return None
+    reads = d.reads is not None and _finite_apart(d.reads)
+    change = d.reads if reads else d.writes
+    return Origin(d.link, d, (d.rank,), d.key.get("module_fqn"), change, between=reads)
+
+
+def _finite_apart(change: Change) -> bool:
+    sides = (change.baseline or {}, change.candidate or {})
+    return any(
+        bool(sides[0].get(count)) != bool(sides[1].get(count))
+        for count in ("nan_count", "inf_count")
+    )
+
+
+def _abandoned(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
+    """That one side gave up a forward where the other went on, for what it alone has."""
+    for origin in origins:
+        if origin.link != "structure":
+            continue
+        counts = alignment.abandoned_forwards(origin.step, origin.difference.rank)
+        if counts is not None and counts[0] != counts[1]:
+            before, after = (n or "none" for n in counts)
+            return [
+                f"In that step, rank {origin.difference.rank} made {before} "
+                f"{'forward' if counts[0] == 1 else 'forwards'} in the baseline that no backward pass "
+                f"followed, and {after} in the candidate."
+            ]
+    return []
 
 
 def _module_calls(differences: Sequence[Difference]) -> list[Difference]:

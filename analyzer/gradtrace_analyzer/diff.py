@@ -8,12 +8,15 @@ that differed before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gradtrace_analyzer.align import Change, Difference
+from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
+from gradtrace_analyzer.repeated import Repeated
+from gradtrace_analyzer.rescaled import Rescaled, first_rescaled
 
 Verdict = Literal["identical", "within_tolerance", "different", "incomparable"]
 
@@ -24,7 +27,10 @@ class Origin:
 
     `between` is true where the row reads what already differs, though all before it agrees: then
     `module_fqn` is the module whose own code lies between. `others` counts further rows that differ at once
-    (the other parameters of a changed set).
+    (the other parameters of a changed set). `failure` is the exception that one side's backward pass ended
+    with, where that is the place. `positions` are those of the Node's `position_count` gradients that differ,
+    where not all do; `gradient_counts` their numbers on both sides where these differ. `aside` is a difference
+    before it in a forward that no backward pass followed, `rescaled` where its factor ends.
     """
 
     link: str
@@ -34,6 +40,12 @@ class Origin:
     change: Change | None
     between: bool = False
     other_count: int = 0
+    failure: Failure | None = None
+    positions: tuple[int, ...] = ()
+    position_count: int | None = None
+    gradient_counts: tuple[int, int] | None = None
+    aside: Difference | None = None
+    rescaled: Rescaled | None = None
 
     @property
     def step(self) -> int:
@@ -101,7 +113,9 @@ class Answer:
     """What a diff has found.
 
     `unseen` is what lies in front of the origin and was not compared. `first_bits` is the first difference of
-    all, where the origin is only the first beyond tolerance.
+    all, where the origin is only the first beyond tolerance. `failures` are the exceptions that left a backward
+    pass on one side alone, `first_nonfinite` the first value that is finite on one side alone, `repeated` the
+    Nodes that a pass of one side alone ran again, with a multiple of what arrived before.
     """
 
     verdict: Verdict
@@ -115,6 +129,9 @@ class Answer:
     notes: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     first_bits: Origin | None = None
+    failures: tuple[Failure, ...] = ()
+    first_nonfinite: Origin | None = None
+    repeated: tuple[Repeated, ...] = ()
 
 
 def firsts(
@@ -123,22 +140,93 @@ def firsts(
     modules: Mapping[int, Collection[str]],
     *,
     exceeding: bool,
+    failures: Mapping[int, Failure] | None = None,
+    unused: Mapping[int, Sequence[tuple[float, float]]] | None = None,
 ) -> list[Origin]:
     """Each rank's first difference of a step, as an origin, in the order of the chain.
 
     `differences` are those of one step; `rng_ranks` the ranks whose generators differ at its start;
-    `modules` the modules that each rank called.
+    `modules` the modules that each rank called; `failures` the backward passes of the step that failed on one
+    side alone; `unused` each rank's stretches of the step that hold a forward that no `backward()` followed.
     """
     found = []
-    for rank in sorted({d.rank for d in differences}):
-        own = [d for d in differences if d.rank == rank]
+    failed = failures or {}
+    for rank in sorted({d.rank for d in differences} | set(failed)):
+        own = _in_order([d for d in differences if d.rank == rank])
         if exceeding:
             own = [d for d in own if d.exceeds and d.table != "parameters"]
-        if own:
-            found.append(
-                _first(_in_order(own), rank in rng_ranks, modules.get(rank, ()), exceeding)
-            )
+
+        def first_of(some: list[Difference], rank: int = rank) -> Origin:
+            return _first(some, rank in rng_ranks, modules.get(rank, ()), exceeding)
+
+        first = first_of(own) if own else None
+        if first is not None:
+            first = _past_unused(first, own, (unused or {}).get(rank, ()), first_of)
+        if first is not None and first.factor is not None and first.link in ("loss", "backward"):
+            first = replace(first, rescaled=first_rescaled(own, first.factor))
+        if rank in failed and (first is None or _is_explained(first, failed[rank])):
+            first = _failed(failed[rank], first)
+        if first is not None:
+            found.append(first)
     return sorted(found, key=_chain_order)
+
+
+def _past_unused(
+    first: Origin,
+    own: Sequence[Difference],
+    unused: Sequence[tuple[float, float]],
+    first_of: Callable[[list[Difference]], Origin],
+) -> Origin:
+    """The first origin outside a forward that no `backward()` followed, where that forward cannot be its cause.
+
+    Its outputs may have entered a loss as numbers; a loss that all its gradients follow by one factor does not
+    come from there. (The shape inference of pipelining runs a forward on memory that was never written.)
+    """
+
+    def is_unused(d: Difference) -> bool:
+        return any(a <= d.order <= b for a, b in unused)
+
+    if not is_unused(first.difference):
+        return first
+    rest = _in_order([d for d in own if not is_unused(d)])
+    later = first_of(rest) if rest else first
+    is_scaled = later.factor is not None and (later.link == "loss" or later.between)
+    return replace(later, aside=first.difference) if is_scaled else first
+
+
+def _is_explained(first: Origin, failure: Failure) -> bool:
+    """Whether a rank's first difference is something that its failed backward pass left undone or half done."""
+    d = first.difference
+    if d.table == "module_calls" and d.key.get("phase") != "recompute":
+        return False
+    if d.table in ("inputs", "steps") or first.link in ("parameters", "loss", "carried_gradient"):
+        return False
+    index = d.key.get("backward_index")
+    if index is not None and index < failure.backward_index:
+        return False
+    change = first.change
+    if d.table != "node_events" or change is None or d.only_in is not None:
+        return True
+    # A Node that gave another gradient did so before the failure, which may be its consequence.
+    return None in (s and s["norm"] for s in (change.baseline, change.candidate))
+
+
+def _failed(failure: Failure, first: Origin | None) -> Origin:
+    """The origin that a failed backward pass is."""
+    row, is_baseline = failure.row, failure.side == "baseline"
+    key = ("microbatch", "root", "module_fqn", "call_index", "node_name", "parameter_fqn")
+    index = row["event_index"]
+    difference = Difference(
+        table="failures",
+        rank=failure.rank,
+        step=failure.step,
+        order=first.difference.order if first is not None else 0.0,
+        only_in=None,
+        key={"backward_index": failure.backward_index, **{name: row[name] for name in key}},
+        event_indices=(index, None) if is_baseline else (None, index),
+        values={"failure": (failure.said, None) if is_baseline else (None, failure.said)},
+    )
+    return replace(_origin("backward", difference, None), failure=failure)
 
 
 def split_by_inheritance(candidates: Sequence[Origin]) -> tuple[list[Origin], list[Origin]]:
@@ -150,10 +238,10 @@ def split_by_inheritance(candidates: Sequence[Origin]) -> tuple[list[Origin], li
 
 
 def _in_order(differences: list[Difference]) -> list[Difference]:
-    """Program order, the loss of a pass in front of its Nodes: its row is written when the pass is over."""
+    """Program order, a pass in front of what it does: its row is written when it is over."""
     first_node: dict[Any, float] = {}
     for d in differences:
-        if d.table == "node_events":
+        if d.table == "node_events" or d.key.get("point") == "local":
             index = d.key.get("backward_index")
             first_node[index] = min(first_node.get(index, d.order), d.order)
 
@@ -172,7 +260,7 @@ def _first(
     change = first.writes
     arrived = first.reads is not None and first.reads.is_apart(exceeding=exceeding)
     if first.only_in is not None and first.link != "carried_gradient":
-        return _origin("structure", first, None)
+        return _origin("structure", _with_other_kind(own, first), None)
     if first.table == "module_calls":
         inputs = [d for d in own if d.table == "inputs" and _same_call(d, first)]
         if inputs:
@@ -198,6 +286,22 @@ def _first(
     owner = first.key.get("parameter_fqn")
     holder = str(owner).rpartition(".")[0] if owner is not None else None
     return _origin(first.link, first, change, holder, others=others)
+
+
+def _with_other_kind(own: Sequence[Difference], first: Difference) -> Difference:
+    """A pass that one side alone has, as a pass of two kinds where the other side has one of its number."""
+    if first.table != "backward_passes":
+        return first
+    index = first.key["backward_index"]
+    for d in own:
+        if d.table == first.table and d.key["backward_index"] == index and d.only_in is not None:
+            if d.only_in == first.only_in:
+                continue
+            kinds = {first.only_in: first.key["kind"], d.only_in: d.key["kind"]}
+            return replace(
+                first, only_in=None, values={"kind": (kinds["baseline"], kinds["candidate"])}
+            )
+    return first
 
 
 def _scaled_alike(own: Sequence[Difference], loss: Difference) -> Change | None:
@@ -278,13 +382,5 @@ def _merged(origins: list[Origin]) -> list[Origin]:
         if known is None:
             places[key] = origin
         else:
-            places[key] = Origin(
-                known.link,
-                known.difference,
-                (*known.ranks, *origin.ranks),
-                known.module_fqn,
-                known.change,
-                known.between,
-                known.other_count,
-            )
+            places[key] = replace(known, ranks=(*known.ranks, *origin.ranks))
     return list(places.values())

@@ -103,6 +103,7 @@ _BY_TABLE = {
     "module_calls": "forward",
     "backward_passes": "loss",
     "node_events": "backward",
+    "failures": "backward",
     "buckets": "bucket",
     "optimizer_groups": "optimizer",
 }

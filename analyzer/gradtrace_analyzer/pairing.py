@@ -82,7 +82,10 @@ def differing(table: LinkTable, unread: str) -> str:
         f"{_STEPS} AS steps_before",
         "CASE WHEN b.rank IS NULL THEN 'candidate' WHEN c.rank IS NULL THEN 'baseline' END AS only_in",
         *(f"coalesce(b.{k}, c.{k}) AS key_{k}" for k in table.key),
-        *(["coalesce(b.event_index, c.event_index) AS event_index"] * (name == "node_events")),
+        *(
+            ["b.event_index AS event_index_b, c.event_index AS event_index_c"]
+            * (name == "node_events")
+        ),
         *(["coalesce(b.bucket_index, c.bucket_index) AS bucket_index"] * (name == "buckets")),
     ]
     differs, exceeds, errors = [], [], []

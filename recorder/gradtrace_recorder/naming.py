@@ -5,12 +5,15 @@ Only weak references are kept: what we held would be memory that the job loses.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+_get_sequence_nr = torch._C._autograd._get_sequence_nr
 
 # A wrapper owns the model under this attribute, and its name is no part of an FQN.
 _WRAPPER_ATTRIBUTES = {
@@ -24,17 +27,24 @@ _WRAPPER_ATTRIBUTES = {
 }
 
 
+_ROOTS_BETWEEN_CLEARINGS = 256
+
+
 class ModuleName:
     """A module's place: its root and its FQN there. `wraps` is true of a wrapper, which has its inner's FQN."""
 
-    __slots__ = ("class_name", "fqn", "fqn_number", "ref", "root", "wanted", "wraps")
+    __slots__ = (
+        "class_name", "fqn", "fqn_number", "hooks", "is_compiled", "ref", "root", "wanted", "wraps",
+    )  # fmt: skip
 
     def __init__(self, module: nn.Module, root: int, fqn: str, wraps: bool) -> None:
         self.ref = weakref.ref(module)
         self.root = root
         self.fqn = fqn
         self.wraps = wraps
-        self.class_name = type(module).__name__
+        self.is_compiled = wraps and type(module).__name__ == "OptimizedModule"
+        self.class_name = type(unwrapped(module) if self.is_compiled else module).__name__
+        self.hooks = id(module._forward_hooks)
         self.fqn_number = -1
         self.wanted = True
 
@@ -49,23 +59,52 @@ class ParameterName:
     others: tuple[str, ...]
 
 
+class _Place:
+    """Where a tensor is held, and once that module is gone, when it went: (thread, its sequence number then)."""
+
+    __slots__ = ("gone", "module", "name", "own")
+
+    def __init__(self, module: nn.Module, own: str, name: ParameterName) -> None:
+        self.own = own
+        self.name = name
+        self.gone: tuple[int, int] | None = None
+        # No weak reference to a tensor: `torch.utils.swap_tensors` refuses one that has any.
+        self.module = weakref.ref(module, self._left)
+
+    def _left(self, _: object) -> None:
+        self.gone = threading.get_ident(), _get_sequence_nr()
+
+
 class Names:
     """All names that the recording has given out. Called on the job's threads, under the GIL."""
 
     def __init__(self) -> None:
         self._modules: dict[int, ModuleName] = {}
+        self._by_hooks: dict[int, ModuleName] = {}
         self._roots: list[weakref.ref[nn.Module]] = []
-        # No weak reference to a tensor: `torch.utils.swap_tensors` refuses one that has any.
-        self._tensors: dict[int, tuple[weakref.ref[nn.Module], str, ParameterName]] = {}
+        self._tensors: dict[int, _Place] = {}
+        self.is_settled = False
 
     def module(self, module: nn.Module) -> ModuleName | None:
         """The module's place, None for one that no root is known to hold."""
         name = self._modules.get(id(module))
-        return name if name is not None and name.ref() is module else None
+        if name is not None and name.ref() is module:
+            return name
+        if "_is_replica" in module.__dict__:
+            # Made by `nn.DataParallel` for one call: it shares its hooks with the module that it stands for.
+            name = self._by_hooks.get(id(module._forward_hooks))
+            original = name.ref() if name is not None else None
+            if original is not None and original._forward_hooks is module._forward_hooks:
+                return name
+        return None
 
     def adopt(self, module: nn.Module, inside: int | None = None) -> ModuleName:
         """The place of a module called for the first time: in the root it is called in, if that holds it
-        by now (a module injected later), else as a root of its own."""
+        by now (a module injected later), else as a root of its own.
+
+        Before the first backward pass it takes over earlier roots that it holds: parts that were called alone
+        while the model was built.
+        """
         if inside is not None:
             root = self._roots[inside]()
             if root is not None:
@@ -73,8 +112,14 @@ class Names:
                 name = self.module(module)
                 if name is not None:
                     return name
+        parts: set[int] = set()
+        if not self.is_settled:
+            held = {id(part) for part, _ in _walk(module)}
+            parts = {index for index, root in self.roots() if id(root) in held}
         self._roots.append(weakref.ref(module))
-        self._scan(module, len(self._roots) - 1)
+        if len(self._roots) % _ROOTS_BETWEEN_CLEARINGS == 0:
+            self._forget_the_dead()
+        self._scan(module, len(self._roots) - 1, parts)
         name = self.module(module)
         assert name is not None
         return name
@@ -90,8 +135,13 @@ class Names:
         """The root of that number, None once it is gone."""
         return self._roots[index]()
 
-    def tensors_of(self, index: int) -> list[tuple[ParameterName, torch.Tensor]]:
-        """The parameters and buffers that a root owns now, in order of registration, tied ones once."""
+    def tensors_of(
+        self, index: int, parts: Container[int] = ()
+    ) -> list[tuple[ParameterName, torch.Tensor]]:
+        """The parameters and buffers that a root owns now, in order of registration, tied ones once.
+
+        Those of the roots that are `parts` of it become its own.
+        """
         root = self.root(index)
         if root is None:
             return []
@@ -106,30 +156,51 @@ class Names:
         named = []
         for key, (kind, tensor, module, own) in found.items():
             known = self.tensor(tensor)
-            if known is None or (known.root == index and known.fqn != fqns[key][0]):
+            if (
+                known is None
+                or (known.root == index and known.fqn != fqns[key][0])
+                or known.root in parts
+            ):
                 known = ParameterName(index, fqns[key][0], kind, tuple(fqns[key][1:]))
-                self._tensors[key] = (weakref.ref(module), own, known)
+                self._tensors[key] = _Place(module, own, known)
             if known.root == index:
                 named.append((known, tensor))
         return named
 
     def tensor(self, tensor: torch.Tensor) -> ParameterName | None:
         """The name of a parameter or buffer, None for one that no root is known to own."""
-        known = self._tensors.get(id(tensor))
-        if known is None:
+        place = self._tensors.get(id(tensor))
+        module = place.module() if place is not None else None
+        if place is None or module is None:
             return None
-        module, own, name = known[0](), known[1], known[2]
-        if module is None:
-            return None
-        held = module._parameters.get(own) if name.kind == "parameter" else module._buffers.get(own)
-        return name if held is tensor else None
+        held = module._parameters if place.name.kind == "parameter" else module._buffers
+        return place.name if held.get(place.own) is tensor else None
 
-    def _scan(self, root: nn.Module, index: int) -> None:
+    def orphan(self, tensor: torch.Tensor, used_by: int) -> ParameterName | None:
+        """The name of a parameter whose module is gone.
+
+        A Node of the calling thread leads to it: one older than the module's end. So the tensor is the parameter,
+        and no later one in the same place: it has lived since then.
+        """
+        place = self._tensors.get(id(tensor))
+        if place is None or place.gone is None or place.gone[0] != threading.get_ident():
+            return None
+        return place.name if used_by < place.gone[1] else None
+
+    def _forget_the_dead(self) -> None:
+        """A job that makes a model for every step must not fill our memory."""
+        self._modules = {k: name for k, name in self._modules.items() if name.ref() is not None}
+        self._by_hooks = {name.hooks: name for name in self._modules.values()}
+        self._tensors = {k: p for k, p in self._tensors.items() if p.module() is not None}
+
+    def _scan(self, root: nn.Module, index: int, parts: Container[int] = ()) -> None:
         for module, fqn in _walk(root):
-            if self.module(module) is None:
+            name = self.module(module)
+            if name is None or name.root in parts or (name.root == index and name.fqn != fqn):
                 wraps = _inner_attribute(module) is not None
-                self._modules[id(module)] = ModuleName(module, index, fqn, wraps)
-        self.tensors_of(index)
+                name = self._modules[id(module)] = ModuleName(module, index, fqn, wraps)
+                self._by_hooks[name.hooks] = name
+        self.tensors_of(index, parts)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

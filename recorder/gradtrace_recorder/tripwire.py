@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import say
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.settings import Settings
@@ -56,6 +57,7 @@ class Tripwire:
                     return super().run_backward(*args, **kwargs)
                 return Variable._execution_engine.run_backward(*args, **kwargs)
 
+        never_compiled(WaitingEngine.run_backward, calls_the_job=True)
         Variable._execution_engine = WaitingEngine()
 
     def spring(self) -> Session | None:
@@ -121,3 +123,6 @@ def _quiet_compile_warning() -> None:
     warnings.filterwarnings(
         "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
     )
+
+
+never_compiled(Tripwire)

@@ -26,8 +26,8 @@ clean: run
 Clean: 3 parameters equal on ranks 0-1 before and after 3 steps, 6 buckets are the mean of the ranks' own, 150 tensors \
 finite.
 
-Judged: data_differ (3 steps), values_finite (150 tensors), forward_is_fresh (4 pairs of steps), wrapper_called \
-(6 backward passes), last_pass_reduces (6 optimizer steps), passes_match (3 steps), buckets_launched (6 backward \
+Judged: data_differ (3 steps), values_finite (150 tensors), forward_is_fresh (4 pairs of steps), passes_complete \
+(6 backward passes), wrapper_called (6 backward passes), last_pass_reduces (6 optimizer steps), passes_match (3 steps), buckets_launched (6 backward \
 passes), collectives_match (6 reductions), reduction_is_mean (6 buckets), gradients_equal (15 buckets and gradients), \
 parameters_equal (18 parameters); ranks 0-1, steps 0-2.
 """
@@ -88,7 +88,7 @@ def test_single_process_is_judged_by_what_needs_no_group(tmp_path: Path) -> None
     edit(rows, "backward_passes", {}, ddp_sync=None)
     answer = checked(tmp_path, rows, rank_count=1)
     assert answer["verdict"] == "clean"
-    assert set(answer["judged"]) == {"values_finite", "forward_is_fresh"}
+    assert set(answer["judged"]) == {"values_finite", "forward_is_fresh", "passes_complete"}
     assert answer["not_judged"]["reduction_is_mean"] == "no data-parallel group was recorded"
 
 
@@ -132,6 +132,7 @@ def test_every_law_has_a_severity_and_a_sentence() -> None:
     assert all(law.severity in ("error", "warning") and law.doc.endswith(".") for law in Law)
     assert {law.name_ for law in Law if law.severity == "error"} == {
         "parameters_equal", "gradients_equal", "reduction_is_mean", "collectives_match", "values_finite",
+        "passes_complete",
     }  # fmt: skip
 
 

@@ -189,3 +189,89 @@ def test_rank_that_joined_may_end_early(tmp_path: Path) -> None:
     without_last_step(rows, 1)
     rows["buckets"] += shadows
     assert "passes_match" not in laws(checked(tmp_path, rows))
+
+
+def failed(rows: Rows, rank: int, step: int, **fields: Any) -> None:
+    """Make a pass of the job one that ended with an exception."""
+    edit(rows, "backward_passes", {"rank": rank, "step": step}, error="RuntimeError: no")
+    row = {
+        "rank": rank,
+        "step": step,
+        "microbatch": 0,
+        "backward_index": 0,
+        "root": 0,
+        "module_fqn": "head",
+        "node_name": "MulBackward0",
+        "event_index": 3,
+        "exception_type": "RuntimeError",
+        "exception_text": "no such thing\nat all",
+        **fields,
+    }
+    rows.setdefault("failures", []).append({"record_index": 10_000 + step, **row})
+
+
+def test_pass_that_ended_with_an_exception_is_told_with_its_node(tmp_path: Path) -> None:
+    rows = Job().made()
+    for rank in range(2):
+        failed(rows, rank, 2)
+    answer = checked(tmp_path, rows)
+    found = violation(answer, "passes_complete")
+    assert (found["severity"], found["ranks"], found["count"]) == ("error", [0, 1], 2)
+    assert (found["node_name"], found["module_fqn"], found["event_index"]) == (
+        "MulBackward0", "head", 3,
+    )  # fmt: skip
+    assert found["explanation"] == (
+        "Step 2, ranks 0-1: backward pass 0 failed in MulBackward0 of head: RuntimeError: no such thing."
+    )
+    assert answer["exit_code"] == 1
+
+
+def test_exception_that_was_caught_is_a_warning(tmp_path: Path) -> None:
+    rows = Job(1).made()
+    failed(rows, 0, 0)
+    failed(rows, 0, 1)
+    found = violation(checked(tmp_path, rows, rank_count=1), "passes_complete")
+    assert (found["severity"], found["step"], found["count"]) == ("warning", 0, 2)
+    assert found["explanation"].endswith(
+        "The exception was caught: later passes were completed. So in 2 backward passes."
+    )
+
+
+@pytest.mark.parametrize(
+    ("node", "law"), [(None, "buckets_launched"), ("MulBackward0", "passes_complete")]
+)
+def test_rank_waited_for_its_bucket_only_while_it_ran_no_node(
+    tmp_path: Path, node: str | None, law: str
+) -> None:
+    rows = Job().made()
+    edit(rows, "buckets", {"rank": 0, "step": 2, "bucket_index": 1}, done_ns=None)
+    failed(rows, 0, 2, node_name=node)
+    told = laws(checked(tmp_path, rows))
+    assert law in told and {"buckets_launched", "passes_complete"} - {law} - set(told)
+
+
+@pytest.mark.parametrize(("counts", "rank"), [((0, 1), 1), ((1, 2), None), ((1, 1), None)])
+def test_batch_left_out_on_some_ranks_is_told(
+    tmp_path: Path, counts: tuple[int, int], rank: int | None
+) -> None:
+    rows = Job().made()
+    for of_rank, count in enumerate(counts):
+        edit(rows, "steps", {"rank": of_rank, "step": 1}, abandoned_forwards=count)
+    answer = checked(tmp_path, rows)
+    if len(set(counts)) == 1:
+        assert laws(answer) == []
+        return
+    found = violation(answer, "passes_match")
+    assert (found["rank"], found["step"], found["severity"]) == (rank, 1, "warning")
+    if rank == 1:
+        assert found["explanation"].startswith(
+            "Step 1: rank 1 made 1 forward that no backward pass followed, rank 0 made none. A batch was left out on "
+            "rank 1"
+        )
+
+
+def test_last_pass_of_a_rank_that_was_cut_off_is_judged_too(tmp_path: Path) -> None:
+    rows = Job().made()
+    remove(rows, "buckets", step=2, rank=0)
+    remove(rows, "gradients", step=2, rank=0, point="reduced")
+    assert "buckets_launched" in laws(checked(tmp_path, rows, unclosed=(0,)))

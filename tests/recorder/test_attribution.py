@@ -4,67 +4,17 @@ operation under a stack of the modules' own forwards."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from support.recorded import recording, rows
+from support.watched import Watch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support" / "jobs"))
-
-
-class Watch(TorchFunctionMode):
-    """Tags each new Node with the FQN of the innermost module whose forward is running."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.owner: dict[int, str | None] = {}
-        self.stack: list[str] = []
-        for name, module in model.named_modules():
-            module.forward = self._wrapped(module.forward, name)
-
-    def _wrapped(self, forward: Any, name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._tag(args)  # what no operation showed: the Nodes of custom Functions
-            self.stack.append(name)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self.stack.pop()
-
-        return call
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self._tag(result)
-        return result
-
-    def _tag(self, values: Any) -> None:
-        for tensor in _tensors(values):
-            waiting = [tensor.grad_fn]
-            while waiting:
-                node = waiting.pop()
-                if node is None or node._sequence_nr() >= 2**63:
-                    continue
-                if node._sequence_nr() not in self.owner:
-                    self.owner[node._sequence_nr()] = self.stack[-1] if self.stack else None
-                    waiting += [following for following, _ in node.next_functions]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
 
 
 @pytest.mark.parametrize("family", ["gpt", "cnn", "rnn", "lists"])

@@ -89,23 +89,6 @@ def test_gradient_of_a_double_precision_sum_is_summarised(tmp_path: Path) -> Non
     ) == [(1.0, pytest.approx(15**0.5))]
 
 
-CHAIN = """
-import torch
-x = torch.randn(3, requires_grad=True); y = x
-for i in range(50000): y = y * 1.0000001
-loss = y.sum(); loss.backward(); del loss, y
-print("done")
-"""
-
-
-def test_chain_too_long_for_python_is_cut_and_said_and_does_not_crash(tmp_path: Path) -> None:
-    done = run(CHAIN, tmp_path / "run")
-    assert (done.returncode, done.stdout) == (0, "done\n")
-    assert "a backward graph is deeper than" in done.stderr
-    ((count,),) = rows(tmp_path / "run", "SELECT count(*) FROM node_events")
-    assert count > 1000
-
-
 SIGNALS = """
 import random, signal, time, torch
 def mlp(): return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))

@@ -79,16 +79,22 @@ def run_job(
     recorded: Path | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
+    buffered: bool = False,
 ) -> JobResult:
     """Runs a script with this Python until it ends, whatever its exit status.
 
     One rank is a plain process, several run under torch's launcher with a rendezvous of their own, so
     that jobs may run side by side. `recorded` is the run's directory; without it GRADTRACE_* variables
-    of this process do not reach the job, and `env` is added last. Raises JobTimedOut.
+    of this process do not reach the job, and `env` is added last. Torch's launcher starts workers unbuffered: a
+    line is several writes, and that of another rank may fall in between; `buffered`, it is one. Raises
+    JobTimedOut.
     """
     ours = {} if recorded is None else {"GRADTRACE_DIR": str(recorded), "GRADTRACE_STRICT": "1"}
     command = [str(script), *(str(argument) for argument in args)]
     head = [sys.executable] if ranks == 1 else _torchrun(ranks)
+    if buffered:
+        ours["PYTHONUNBUFFERED"] = ""
+        head += ["--no-python", sys.executable] if ranks > 1 else []
     return _run([*head, *command], {**ours, **(env or {})}, timeout)
 
 

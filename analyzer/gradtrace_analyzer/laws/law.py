@@ -38,6 +38,12 @@ class Law(Enum):
         "warning",
         "Gradients differ from those of the step before when the parameters do.",
     )
+    PASSES_COMPLETE = (
+        "passes_complete",
+        "error",
+        "No backward pass ends with an exception. One after which the rank completes others (it was caught) is a "
+        "warning; one that ended while it waited for a reduction breaks the laws below.",
+    )
     WRAPPER_CALLED = (
         "wrapper_called",
         "warning",
@@ -51,7 +57,8 @@ class Law(Enum):
     PASSES_MATCH = (
         "passes_match",
         "warning",
-        "The ranks of a data-parallel group make as many steps, and as many backward passes in each.",
+        "The ranks of a data-parallel group make as many steps, as many backward passes in each, and as many "
+        "forwards that no backward pass follows.",
     )
     BUCKETS_LAUNCHED = (
         "buckets_launched",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from gradtrace_analyzer.failures import FailedPass, failed_passes, with_reach
 from gradtrace_analyzer.laws.evidence import Evidence
 from gradtrace_analyzer.laws.law import Findings, Law, Violation, outcome, violation
 from gradtrace_analyzer.laws.phrases import counted, listed, verb
@@ -12,6 +14,66 @@ from gradtrace_analyzer.run import ranks_phrase
 _NO_PASS = "no backward pass of a DDP model was recorded"
 
 _TOP = "kind = 'backward' AND parent_backward_index IS NULL"
+
+
+def passes_complete(evidence: Evidence) -> Findings:
+    """Report the first passes that ended with an exception, unless they waited for a bucket."""
+    [(compared,)] = evidence.rows(
+        "SELECT count(*) FROM backward_passes WHERE parent_backward_index IS NULL"
+    )
+    waiting = set(
+        evidence.rows(
+            "SELECT rank, step, backward_index FROM buckets WHERE done_ns IS NULL "
+            "AND coalesce(kind, 'all_reduce') <> 'shadow'"
+        )
+    )
+    last_whole: dict[int, int] = dict(
+        evidence.rows("SELECT rank, max(step) FROM backward_passes WHERE error IS NULL GROUP BY 1")
+    )
+    alike: dict[tuple[Any, ...], list[FailedPass]] = {}
+    for failed in failed_passes(evidence.connection):
+        row, place = failed.row, (failed.rank, failed.step, failed.backward_index)
+        if row["node_name"] is None and place in waiting:
+            continue
+        was_caught = last_whole.get(failed.rank, -1) > failed.step
+        same = (
+            was_caught,
+            row["exception_type"],
+            row["node_name"],
+            row["root"],
+            row["module_fqn"],
+            row["parameter_fqn"],
+        )
+        alike.setdefault(same, []).append(failed)
+    violations = [
+        _failed_alike(evidence, passes, was_caught=key[0]) for key, passes in alike.items()
+    ]
+    return outcome(Law.PASSES_COMPLETE, violations, compared, "no backward pass was recorded")
+
+
+def _failed_alike(evidence: Evidence, passes: list[FailedPass], *, was_caught: bool) -> Violation:
+    """What ended passes in the same Node with the same exception, at its first step."""
+    first = with_reach(evidence.connection, min(passes, key=lambda f: (f.step, f.rank)))
+    ranks = tuple(sorted({f.rank for f in passes if f.step == first.step}))
+    after = " The exception was caught: later passes were completed." if was_caught else ""
+    more = f" So in {_passes(len(passes))}." if len(passes) > len(ranks) else ""
+    return violation(
+        Law.PASSES_COMPLETE,
+        first.step,
+        f"Step {first.step}, {ranks_phrase(ranks)}: backward pass {first.backward_index} failed "
+        f"{first.told}{after}{more}",
+        severity="warning" if was_caught else "error",
+        rank=ranks[0] if len(ranks) == 1 else None,
+        ranks=ranks,
+        microbatch=first.row["microbatch"],
+        backward_index=first.backward_index,
+        root=first.row["root"],
+        module_fqn=first.row["module_fqn"],
+        node_name=first.row["node_name"],
+        parameter_fqn=first.row["parameter_fqn"],
+        event_index=first.row["event_index"],
+        count=len(passes),
+    )
 
 
 def wrapper_called(evidence: Evidence) -> Findings:
@@ -86,11 +148,16 @@ def last_pass_reduces(evidence: Evidence) -> Findings:
     return outcome(Law.LAST_PASS_REDUCES, violations, compared, _NO_PASS)
 
 
+# What ranks count in each step, and what one of it is.
+_COUNTED = {
+    "backward_count": ("backward pass", ""),
+    "abandoned_forwards": ("forward", " that no backward pass followed"),
+}
 _COUNTS = """
-SELECT m.team, s.step, min(s.backward_count) AS fewest, max(s.backward_count) AS most,
-    list((s.rank, s.backward_count) ORDER BY s.rank) AS counts
+SELECT m.team, s.step, min(s.{column}) AS fewest, max(s.{column}) AS most,
+    list((s.rank, s.{column}) ORDER BY s.rank) AS counts
 FROM steps s JOIN (SELECT DISTINCT team, rank FROM members) m ON m.rank = s.rank
-WHERE s.backward_count IS NOT NULL
+WHERE s.{column} IS NOT NULL
     -- A rank that has joined makes fewer steps than the others, and counts its later ones otherwise.
     AND NOT EXISTS (SELECT 1 FROM reductions r WHERE r.team = m.team AND r.is_shadow AND r.step <= s.step)
 GROUP BY 1, 2 HAVING count(DISTINCT s.rank) > 1
@@ -98,37 +165,53 @@ GROUP BY 1, 2 HAVING count(DISTINCT s.rank) > 1
 
 
 def passes_match(evidence: Evidence) -> Findings:
-    """Report the first step in which ranks made different numbers of passes, and ranks that stopped early."""
+    """Report the first step in which ranks made different numbers of passes, or left different numbers of forwards
+    without one, and ranks that stopped early."""
     if not any(len(r.recorded) > 1 for r in evidence.replicas):
         return Findings((), {}, {Law.PASSES_MATCH: evidence.lacking})
-    [(compared,)] = evidence.rows(f"SELECT count(*) FROM ({_COUNTS})")
+    counts = _COUNTS.format(column="backward_count")
+    [(compared,)] = evidence.rows(f"SELECT count(*) FROM ({counts})")
+    violations = [v for column in _COUNTED for v in _uneven(evidence, column)]
+    violations += _stopped_early(evidence)
+    return outcome(Law.PASSES_MATCH, violations, compared, "no step was recorded on two ranks")
+
+
+def _uneven(evidence: Evidence, column: str) -> Iterator[Violation]:
+    """The first step in which the ranks of a group count differently."""
+    what, tail = _COUNTED[column]
     found = evidence.rows(
         "SELECT team, min(step), arg_min(counts, step), count(*) "
-        f"FROM ({_COUNTS}) WHERE fewest < most GROUP BY 1"
+        f"FROM ({_COUNTS.format(column=column)}) WHERE fewest < most GROUP BY 1"
     )
-    violations = []
     for team, step, counts, steps in found:
         by_count: dict[int, list[int]] = {}
         for rank, count in counts:
             by_count.setdefault(count, []).append(rank)
-        ordered = sorted(by_count.items(), key=lambda entry: len(entry[1]))
-        told = ", ".join(f"{ranks_phrase(ranks)} made {_passes(count)}" for count, ranks in ordered)
-        odd = (
-            ordered[0][1] if len(ordered[0][1]) < len(counts) / 2 else [rank for rank, _ in counts]
+        ordered = sorted(by_count.items(), key=lambda entry: (len(entry[1]), -entry[0]))
+        told = ", ".join(
+            f"{ranks_phrase(ranks)} made {counted(count, what) if count else 'none'}"
+            f"{tail if count == ordered[0][0] else ''}"
+            for count, ranks in ordered
         )
-        violations.append(
-            violation(
-                Law.PASSES_MATCH,
-                step,
-                f"Step {step}: {told}. So in {counted(steps, 'step')}.",
-                rank=odd[0] if len(odd) == 1 else None,
-                ranks=tuple(odd),
-                group=_group(evidence, team),
-                count=steps,
+        skipping = column == "abandoned_forwards"
+        # Of two halves, the one that made such a forward is odd, if the other made none.
+        is_odd = len(ordered[0][1]) < len(counts) / 2 or (skipping and ordered[1][0] == 0)
+        odd = ordered[0][1] if is_odd else [rank for rank, _ in counts]
+        why = ""
+        if skipping:
+            why = (
+                f" A batch was left out on {ranks_phrase(odd)}: unless no reduction lies between, "
+                f"{verb(odd, 'it reduces', 'they reduce')} another batch with the others' from here on."
             )
+        yield violation(
+            Law.PASSES_MATCH,
+            step,
+            f"Step {step}: {told}.{why} So in {counted(steps, 'step')}.",
+            rank=odd[0] if len(odd) == 1 else None,
+            ranks=tuple(odd),
+            group=_group(evidence, team),
+            count=steps,
         )
-    violations += _stopped_early(evidence)
-    return outcome(Law.PASSES_MATCH, violations, compared, "no step was recorded on two ranks")
 
 
 def _stopped_early(evidence: Evidence) -> Iterator[Violation]:
@@ -164,7 +247,7 @@ def _passes(count: int) -> str:
     return "1 backward pass" if count == 1 else f"{count:,} backward passes"
 
 
-# Of a rank that was cut off, the last step may lack buckets that were reduced.
+# A pass has a row when all its buckets have theirs.
 _UNLAUNCHED = f"""
 WITH launched AS (
     SELECT DISTINCT replica, rank, step, backward_index, unnest(parameter_fqns) AS parameter_fqn FROM reductions
@@ -185,7 +268,6 @@ judged AS (
     JOIN members m ON m.rank = b.rank AND m.module_fqn IS NOT NULL
     WHERE {_TOP} AND b.ddp_sync = 'sync' AND b.error IS NULL AND list_contains($observed, m.replica)
         AND NOT list_contains($losing, b.rank)
-        AND (list_contains($closed, b.rank) OR b.step < (SELECT max(step) FROM steps s WHERE s.rank = b.rank))
         AND (b.rank IN (SELECT rank FROM lone)
             OR (m.replica, b.rank, b.step, b.backward_index) IN (SELECT (t.replica, t.rank, t.step, t.backward_index)
                 FROM touched t))
@@ -214,7 +296,6 @@ def buckets_launched(evidence: Evidence) -> Findings:
         {
             "observed": observed,
             "losing": sorted(evidence.losing_ranks) or [-1],
-            "closed": sorted(evidence.closed_ranks) or [-1],
         },
     )
     [(compared,)] = evidence.rows("SELECT count(*) FROM unlaunched")
@@ -276,14 +357,15 @@ def _left_out(
 
 
 def _never_done(evidence: Evidence) -> Iterator[Violation]:
-    """Buckets that were launched in a pass which then raised, and of which no end was seen."""
+    """Buckets that were launched in a pass which then raised while no Node ran, and of which no end was seen."""
     found = evidence.rows(
         "SELECT r.replica, r.step, r.backward_index, r.bucket_index, min(r.microbatch), "
         "list(DISTINCT r.rank ORDER BY r.rank), any_value(b.error), any_value(r.hook_name), "
         "count(*) OVER (PARTITION BY r.replica) FROM reductions r "
         "JOIN backward_passes b ON b.rank = r.rank AND b.step = r.step "
         "AND b.backward_index = r.backward_index "
-        "WHERE r.done_ns IS NULL AND b.error IS NOT NULL GROUP BY 1, 2, 3, 4 "
+        "WHERE r.done_ns IS NULL AND b.error IS NOT NULL AND NOT EXISTS (FROM failures f WHERE f.rank = r.rank "
+        "AND f.step = r.step AND f.backward_index = r.backward_index AND f.node_name IS NOT NULL) GROUP BY 1, 2, 3, 4 "
         "QUALIFY row_number() OVER (PARTITION BY r.replica ORDER BY r.step, r.backward_index, r.bucket_index) = 1"
     )
     for number, step, backward, bucket, microbatch, ranks, error, hook, count in found:

@@ -34,17 +34,18 @@ _KEYS = (
 
 # What one comparison of each law is about.
 _UNITS = {
-    Law.DATA_DIFFER: "steps",
-    Law.VALUES_FINITE: "tensors",
-    Law.FORWARD_IS_FRESH: "pairs of steps",
-    Law.WRAPPER_CALLED: "backward passes",
-    Law.LAST_PASS_REDUCES: "optimizer steps",
-    Law.PASSES_MATCH: "steps",
-    Law.BUCKETS_LAUNCHED: "backward passes",
-    Law.COLLECTIVES_MATCH: "reductions",
-    Law.REDUCTION_IS_MEAN: "buckets",
-    Law.GRADIENTS_EQUAL: "buckets and gradients",
-    Law.PARAMETERS_EQUAL: "parameters",
+    Law.DATA_DIFFER: ("step", "steps"),
+    Law.VALUES_FINITE: ("tensor", "tensors"),
+    Law.FORWARD_IS_FRESH: ("pair of steps", "pairs of steps"),
+    Law.PASSES_COMPLETE: ("backward pass", "backward passes"),
+    Law.WRAPPER_CALLED: ("backward pass", "backward passes"),
+    Law.LAST_PASS_REDUCES: ("optimizer step", "optimizer steps"),
+    Law.PASSES_MATCH: ("step", "steps"),
+    Law.BUCKETS_LAUNCHED: ("backward pass", "backward passes"),
+    Law.COLLECTIVES_MATCH: ("reduction", "reductions"),
+    Law.REDUCTION_IS_MEAN: ("bucket", "buckets"),
+    Law.GRADIENTS_EQUAL: ("bucket or gradient", "buckets and gradients"),
+    Law.PARAMETERS_EQUAL: ("parameter", "parameters"),
 }
 
 
@@ -98,8 +99,9 @@ def lines(answer: Answer, name: str) -> Iterator[str]:
         )
     yield ""
     yield from answer.notes
-    for law, reason in answer.not_judged.items():
-        yield f"Not judged: {law.name_}: {reason}."
+    for reason in dict.fromkeys(answer.not_judged.values()):
+        laws = [law.name_ for law, why in answer.not_judged.items() if why == reason]
+        yield f"Not judged, since {reason}: {', '.join(laws)}."
     yield from _caveats(answer.cover)
     yield f"Judged: {_judged(answer)}; {_extent(answer.cover)}."
 
@@ -153,9 +155,16 @@ def _clean(answer: Answer) -> str:
 
 def _judged(answer: Answer) -> str:
     return (
-        ", ".join(f"{law.name_} ({count:,} {_UNITS[law]})" for law, count in answer.judged.items())
+        ", ".join(
+            f"{law.name_} ({_counted(count, _UNITS[law])})" for law, count in answer.judged.items()
+        )
         or "nothing"
     )
+
+
+def _counted(count: int, units: tuple[str, str]) -> str:
+    one, many = units
+    return f"1 {one}" if count == 1 else f"{count:,} {many}"
 
 
 def _extent(cover: Cover) -> str:

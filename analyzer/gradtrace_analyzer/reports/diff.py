@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from gradtrace_analyzer.align import Change
 from gradtrace_analyzer.diff import Answer, Cover, Origin
-from gradtrace_analyzer.reports.origins import origin_sentence, place_of, unseen_sentence
+from gradtrace_analyzer.failures import Failure
+from gradtrace_analyzer.reports.origins import (
+    failure_clause,
+    nonfinite_sentence,
+    origin_sentence,
+    place_of,
+    repeated_sentence,
+    unseen_sentence,
+)
 from gradtrace_analyzer.reports.tables import table_lines
+from gradtrace_analyzer.rescaled import Rescaled
 from gradtrace_analyzer.run import ranks_phrase, spans
 
 _LINK_PHRASE = {
@@ -54,7 +64,8 @@ def explanation(answer: Answer) -> str:
         said = said.replace(" equal", " equal within rounding") + (
             f" (The first bits differ in step {bits.step}, {ranks_phrase(bits.ranks)}, at {place_of(bits)}.)"
         )
-    return f"{said}{_inheritance(answer)}{_more(answer)}"
+    others = (_inheritance(answer), _more(answer), _other_failures(answer), _nonfinite(answer))
+    return said + "".join(others) + "".join(f" {repeated_sentence(r)}" for r in answer.repeated[:1])
 
 
 def lines(answer: Answer, names: tuple[str, str]) -> Iterator[str]:
@@ -100,6 +111,11 @@ def as_object(answer: Answer) -> dict[str, Any]:
         "spread": list(answer.spread),
         "structure": list(answer.structure),
         "configuration": list(answer.configuration),
+        "failures": [_failure_object(f) for f in answer.failures],
+        "first_nonfinite": (
+            None if answer.first_nonfinite is None else _origin_object(answer.first_nonfinite)
+        ),
+        "repeated": [asdict(r) for r in answer.repeated],
         "cover": _cover_object(answer.cover),
         "factor": None if first is None else first.factor,
         "explanation": " ".join((explanation(answer), *answer.notes)),
@@ -119,6 +135,23 @@ def _inheritance(answer: Answer) -> str:
 def _more(answer: Answer) -> str:
     count = len(answer.origins) - 1
     return f" There {'is' if count == 1 else 'are'} {count} more in this step." if count else ""
+
+
+def _other_failures(answer: Answer) -> str:
+    """The first failure that is none of the origins."""
+    told = [o.failure for o in answer.origins if o.failure is not None]
+    steps = {(f.side, f.step) for f in told}
+    left = [f for f in answer.failures if f not in told and (f.side, f.step) not in steps]
+    if not left:
+        return ""
+    first = left[0]
+    ranks = [f.rank for f in left if (f.side, f.step) == (first.side, first.step)]
+    return f" Step {first.step}, {ranks_phrase(ranks)}: {failure_clause(first)}"
+
+
+def _nonfinite(answer: Answer) -> str:
+    found = answer.first_nonfinite
+    return f" {nonfinite_sentence(found)}" if found is not None else ""
 
 
 def _numbers(change: Change) -> Iterator[str]:
@@ -247,15 +280,46 @@ def _origin_object(origin: Origin) -> dict[str, Any]:
         "bucket_index": d.bucket_index,
         "stage_index": None,
         "microbatch": d.key.get("microbatch"),
+        "backward_index": d.key.get("backward_index"),
         "call_index": d.key.get("call_index"),
         "name": d.key.get("name"),
         "event_index": d.event_index,
         "phase": d.key.get("phase"),
         "only_in": d.only_in,
+        "positions": list(origin.positions) or None,
+        "rescaled": None if origin.rescaled is None else _rescaled_object(origin.rescaled),
         "relative_error": abs(factor - 1) if factor is not None else error,
         "tolerance": None if change is None else change.tolerance,
         "factor": factor,
         **sides,
+    }
+
+
+def _rescaled_object(found: Rescaled) -> dict[str, Any]:
+    return {
+        "parameter_fqn": found.parameter_fqn,
+        "after_backward_index": found.after,
+        "backward_index": found.backward_index,
+        "microbatch": found.difference.key.get("microbatch"),
+        "side": found.side,
+        "times": found.times,
+        "others": found.others,
+    }
+
+
+def _failure_object(failure: Failure) -> dict[str, Any]:
+    names = ("event_index", "node_name", "root", "module_fqn", "parameter_fqn", "exception_type")
+    return {
+        "side": failure.side,
+        "step": failure.step,
+        "rank": failure.rank,
+        "microbatch": failure.row["microbatch"],
+        "backward_index": failure.backward_index,
+        **{name: failure.row[name] for name in names},
+        "exception_text": failure.row["exception_text"],
+        "delivered": list(failure.delivered),
+        "never_reached": list(failure.never_reached),
+        "unused": list(failure.unused),
     }
 
 

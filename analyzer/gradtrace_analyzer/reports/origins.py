@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradtrace_analyzer.diff import Answer, Origin
+from gradtrace_analyzer.failures import Failure
+from gradtrace_analyzer.repeated import Repeated
 from gradtrace_analyzer.run import ranks_phrase
 
 
@@ -29,6 +31,15 @@ def origin_sentence(origin: Origin) -> str:
     d, where = origin.difference, f"Step {origin.step}, {ranks_phrase(origin.ranks)}: "
     size = _size(origin)
     module = _module(origin.module_fqn)
+    if origin.failure is not None:
+        return where + failure_clause(origin.failure)
+    if origin.link == "structure" and "kind" in d.values:
+        said = {"grad": "autograd.grad(), which accumulates nothing,", "backward": "backward()"}
+        a, b = (said.get(v, v) for v in d.values["kind"])
+        return (
+            f"{where}backward pass {d.key['backward_index']} is {b} in the candidate and {a} in the "
+            "baseline; all before it is equal."
+        )
     if origin.link == "structure":
         return f"{where}{_row_name(origin)} is in the {d.only_in} alone; all before it is equal."
     if origin.link == "parameters":
@@ -63,19 +74,36 @@ def origin_sentence(origin: Origin) -> str:
             scaled = (
                 f" and the gradient that leaves it is {origin.factor:.4g} times the baseline's,"
             )
+        aside = " that it depends on" if origin.aside is not None else ""
         return (
             f"{where}the loss is {_number(b)} instead of {_number(a)},{scaled} although the outputs of all "
-            "modules are equal: the code between the model and backward() is where they part."
+            f"modules{aside} are equal: the code between the model and backward() is where they "
+            f"part.{_aside(origin)}{_rescaled(origin)}"
+        )
+    if origin.link == "backward" and origin.gradient_counts is not None:
+        a, b = origin.gradient_counts
+        verb = "receives" if origin.between else "gives"
+        return (
+            f"{where}{module} ({origin.node_name}) {verb} {b} gradient{'' if b == 1 else 's'} instead of {a}, "
+            f"in backward pass {d.key['backward_index']}: the pass asks for other gradients, or the graph "
+            "is another."
         )
     if origin.link == "backward" and origin.between:
         return (
-            f"{where}the gradient arriving at {module} ({origin.node_name}) {size}, although all Nodes "
+            f"{where}the gradient arriving at {_node(origin)} {size}, although all Nodes "
             "that ran before gave equal gradients: a tensor hook, the gradient given to backward(), or "
-            "code outside any Node changed it."
+            f"code outside any Node changed it.{_aside(origin)}{_rescaled(origin)}"
+        )
+    if origin.link == "backward" and origin.positions:
+        which = ", ".join(map(str, origin.positions))
+        plural = len(origin.positions) > 1
+        return (
+            f"{where}gradient{'s' if plural else ''} {which} of the {origin.position_count} that leave "
+            f"{_node(origin)} {size}, although the others, and everything it reads, are equal."
         )
     if origin.link == "backward":
         return (
-            f"{where}the gradient leaving {module} ({origin.node_name}) {size}, although everything "
+            f"{where}the gradient leaving {_node(origin)} {size}, although everything "
             "it reads is equal."
         )
     if origin.link == "carried_gradient" and d.only_in is not None:
@@ -119,6 +147,36 @@ def origin_sentence(origin: Origin) -> str:
         f"{where}{origin.parameter_fqn}{_and_others(origin)} {size} after the optimizer's step, although "
         "its gradient, its value before the forward and the optimizer's settings are equal: the optimizer, "
         "its state, or code that changed it in between is where they part."
+    )
+
+
+def failure_clause(failure: Failure) -> str:
+    """Which pass failed where, why, and what it had reached: a sentence without its place in front."""
+    return f"the {failure.side}'s backward pass {failure.backward_index} failed {failure.told}"
+
+
+def _aside(origin: Origin) -> str:
+    """That a forward before the origin differs, which no backward pass followed."""
+    d = origin.aside
+    if d is None:
+        return ""
+    return (
+        f" (Call {d.key['call_index']} of the root module before it read other values; no backward() followed "
+        "that call, and one factor explains the rest.)"
+    )
+
+
+def _rescaled(origin: Origin) -> str:
+    """Where the origin's factor ends, because .grad was changed outside backward."""
+    found = origin.rescaled
+    if found is None:
+        return ""
+    how = "changed" if found.times is None else f"multiplied by {found.times:.4g}"
+    where = "one of the runs alone" if found.side is None else f"the {found.side} alone"
+    more = f" and {found.others} more" if found.others else ""
+    return (
+        f" That factor ends between backward passes {found.after} and {found.backward_index}: there the .grad "
+        f"of {found.parameter_fqn}{more} was {how} outside backward, in {where}."
     )
 
 
@@ -184,8 +242,10 @@ def _size(origin: Origin) -> str:
 
 def place_of(origin: Origin) -> str:
     """The place alone, for a list."""
+    if origin.failure is not None and origin.node_name is None:
+        return f"the end of backward pass {origin.failure.backward_index}"
     if origin.link == "backward":
-        return f"{_module(origin.module_fqn)} ({origin.node_name})"
+        return _node(origin)
     if origin.parameter_fqn is not None:
         return f"{origin.parameter_fqn} ({origin.link})"
     if origin.difference.table == "buckets":
@@ -212,6 +272,36 @@ def _row_name(origin: Origin) -> str:
     if "kind" in key:
         return f"backward pass {key['backward_index']}"
     return f"a row of {origin.difference.table}"
+
+
+def _node(origin: Origin) -> str:
+    """`blocks.0.mlp (AddmmBackward0)`."""
+    return f"{_module(origin.module_fqn)} ({origin.node_name})"
+
+
+def nonfinite_sentence(origin: Origin) -> str:
+    """The first value that is finite on one side alone."""
+    d = origin.difference
+    if d.table == "node_events":
+        what = f"the gradient {'arriving at' if origin.between else 'leaving'} {_node(origin)}"
+    elif d.table == "module_calls":
+        what = f"what {_module(d.key['module_fqn'])} {'receives' if origin.between else 'returns'}"
+    else:
+        what = f"the input {d.key['name']!r}"
+    return (
+        f"The first value that is finite on one side alone: step {origin.step}, "
+        f"{ranks_phrase(origin.ranks)}, {what} {_size(origin)}."
+    )
+
+
+def repeated_sentence(found: Repeated) -> str:
+    """A Node that ran again, with a multiple of what arrived before."""
+    return (
+        f"Backward pass {found.backward_index}, of the {found.side} alone, runs Nodes of backward pass "
+        f"{found.before} again: at {_module(found.module_fqn)} ({found.node_name}, call {found.call_index}) "
+        f"{found.times:.4g} times the gradient of before arrives, though at {found.equal_count} other "
+        f"{'Node' if found.equal_count == 1 else 'Nodes'} the same: a path is counted more than once."
+    )
 
 
 def _module(fqn: str | None) -> str:

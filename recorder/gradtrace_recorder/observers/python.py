@@ -20,8 +20,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from gradtrace_recorder.attribution import Frame
+from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ParameterName
+from gradtrace_recorder.observers.release import release_in_pieces, release_waiting
 from gradtrace_recorder.recording import Recording
 from gradtrace_recorder.rows import NODE_EVENTS
 from gradtrace_recorder.summaries.handed_on import Gradients, handed_on, memory_address
@@ -36,6 +38,8 @@ _get_sequence_nr = torch._C._autograd._get_sequence_nr
 _get_ident = threading.get_ident
 _clock = time.monotonic_ns
 
+# event_index, node_name, root, module_fqn and call_index of the Node in which a pass failed, if it was in one.
+Culprit = tuple[int | None, int, int, int, int]
 GradientReady = Callable[[torch.Tensor, int], None]
 
 # Stands for the call of a Node that no module made, or whose module cannot be told.
@@ -117,23 +121,24 @@ class PassWatch:
     def _attach(self, roots: Sequence[Any]) -> None:
         recording = self.recording
         whole = recording.settings.records("nodes")
-        nodes, leaves, is_cut = _reachable(roots)
-        if is_cut:
-            recording.problems.add(
-                f"a backward graph is deeper than {_most_depth()} Nodes: those further from its root are not "
-                "recorded (Python's view of so long a chain would overflow the stack when it is freed)"
-            )
+        release_waiting()
+        nodes, leaves = _reachable(roots)
+        is_long = len(nodes) > _most_in_a_row()
         self.node_count = len(nodes) + len(leaves)
-        for leaf in leaves if self.accumulates else ():  # autograd.grad never runs them
-            self._attach_leaf(leaf, whole)
+        for leaf, number in leaves if self.accumulates else ():  # autograd.grad never runs them
+            self._attach_leaf(leaf, number, whole)
+        if is_long:
+            nodes.sort(key=_first, reverse=True)
+            release_in_pieces(nodes)
         if not whole:
             return
+        recording.attribution.mark_running()
         occurrences: dict[tuple[int, int], int] = {}
         string = recording.journal.string
         owner = recording.attribution.owner
-        nodes.sort(key=lambda entry: entry[0])
+        nodes.sort(key=_first)
         for number, node in nodes:
-            frame, known = owner(number)
+            frame, known = owner(number, node)
             if not known:
                 self.unattributed_count += 1
             name = string(node.name().rpartition("::")[2])
@@ -151,9 +156,8 @@ class PassWatch:
             hooks.python_defined = isinstance(node, BackwardCFunction)
             self._hook(node, hooks)
 
-    def close(self, *, failed: bool) -> tuple[int | None, int, int, int, int]:
-        """Let go of all Nodes. (event_index, node_name, root, module_fqn, call_index) of the one that
-        was running when the pass failed; its row is written now."""
+    def close(self, *, failed: bool) -> Culprit:
+        """Let go of all Nodes. Gives the one that was running when the pass failed; its row is written now."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -163,23 +167,31 @@ class PassWatch:
                 leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._hooked_leaves.clear()
         self.recording.summariser.forget()
-        culprit: tuple[int | None, int, int, int, int] = (
+        culprit: Culprit = (
             None, NULL_STRING, NULL_INT32, NULL_STRING, NULL_INT32,
         )  # fmt: skip
         if failed:
             end = self.recording.timeline.now()
             for index, hooks in sorted(self.running.items()):
                 hooks.write(end, self.failed, 0, 0, NOTHING, NOTHING, NULL_BOOL)
+                if hooks.is_maker:
+                    self.recording.attribution.node_failed(hooks.thread)
                 self.recording.journal.pop_running(hooks.thread)
                 frame = hooks.frame
                 culprit = (index, hooks.name, frame.root, frame.fqn_number, frame.call_index)
         self.running.clear()
         return culprit
 
-    def _attach_leaf(self, node: Any, whole: bool) -> None:
-        """An AccumulateGrad: its parameter's gradient after accumulation, before anybody's hook."""
+    def _attach_leaf(self, node: Any, used_by: int, whole: bool) -> None:
+        """An AccumulateGrad: its parameter's gradient after accumulation, before anybody's hook.
+
+        `used_by` is the number of a Node that leads to it.
+        """
         variable = node.variable
-        named = self.recording.names.tensor(variable)
+        names = self.recording.names
+        named = names.tensor(variable)
+        if named is None and self.recording.attribution.is_of_one_thread:
+            named = names.orphan(variable, used_by)
         if named is not None:
             module_fqn = named.fqn.rpartition(".")[0]
             if not self.recording.settings.wants_module(module_fqn):
@@ -193,7 +205,11 @@ class PassWatch:
         is_asked = self.gradient_ready is not None or not self.recording.summariser.off
         if named is not None and variable.requires_grad and is_asked:
             handle = variable.register_post_accumulate_grad_hook(hooks.accumulated)
-            variable._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)
+            table = variable._post_accumulate_grad_hooks
+            for key in list(table) if len(table) > 1 else ():
+                # The engine calls them in the order in which they came into the table (2.13: `PyDict_Next`).
+                if key != handle.id:
+                    table[key] = table.pop(key)
             self._handles.append(handle)
             self._hooked_leaves.append(variable)
         if whole:
@@ -214,7 +230,9 @@ class NodeHooks:
     __slots__ = (
         "frame",
         "index",
+        "is_maker",
         "local",
+        "makes_nodes",
         "mutable_before",
         "name",
         "number",
@@ -235,6 +253,8 @@ class NodeHooks:
         self.name = name
         self.number = NULL_INT64 if number == _NO_SEQUENCE_NUMBER else number
         self.frame = frame or _NO_MODULE
+        self.makes_nodes = frame is not None
+        self.is_maker = False
         self.occurrence = occurrence
         self.parameter: ParameterName | None = None
         self.parameter_fqn = NULL_STRING
@@ -269,8 +289,10 @@ class NodeHooks:
             frame = self.frame
             if self.python_defined:
                 self.mutable_before = _all_of(watch.recording.summariser, grad_outputs)
-            if torch.is_grad_enabled() and frame.root_call is not None:
-                watch.recording.attribution.mark(_get_sequence_nr(), frame)
+            if (self.python_defined or torch.is_grad_enabled()) and self.makes_nodes:
+                # Reentrant checkpointing switches gradients on inside; create_graph has them on.
+                watch.recording.attribution.node_begins(_get_sequence_nr(), frame)
+                self.is_maker = True
             self.start = _clock() - watch.zero_ns
             watch.push_running(
                 self.thread,
@@ -302,14 +324,23 @@ class NodeHooks:
             end = _clock() - watch.zero_ns
             del watch.running[self.index]
             watch.pop_running(self.thread)
-            if torch.is_grad_enabled() and self.frame.root_call is not None:
-                watch.recording.attribution.mark(_get_sequence_nr(), None)
+            if self.is_maker:
+                self._end_making(grad_inputs, grad_outputs)
             # What the hook after accumulation took is ours, not the Node's.
             self._record(end - self.own_ns, grad_inputs, grad_outputs)
             self.own_ns = 0
             watch.totals.recorder_ns += _clock() - watch.zero_ns - end
         except Exception as error:
             watch.guard.failed(error)
+
+    def _end_making(self, grad_inputs: Gradients, grad_outputs: Gradients) -> None:
+        """What is made from here on is made by whatever ran before this Node."""
+        self.is_maker = False
+        attribution, number = self.watch.recording.attribution, _get_sequence_nr()
+        began = attribution.node_ends(number)
+        if began is not None and attribution.must_tag:
+            made = [gradient for gradient in grad_inputs if gradient is not None]
+            attribution.tag(made, began, number, [g for g in grad_outputs if g is not None])
 
     def accumulated(self, parameter: torch.Tensor) -> None:
         """The parameter's gradient was accumulated, and no other hook has seen it."""
@@ -427,38 +458,33 @@ class NodeHooks:
                 )
 
 
-def _reachable(roots: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[Any], bool]:
-    """(Nodes with their sequence numbers, AccumulateGrad Nodes, whether the walk was cut) from the roots.
-
-    A Node that Python has seen is freed recursively (torch 2.13), so a chain of them must not be longer than
-    the stack allows: at that depth the walk ends.
-    """
-    most = _most_depth()
+def _reachable(roots: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[tuple[Any, int]]]:
+    """(Nodes with their sequence numbers, AccumulateGrad Nodes with that of one that leads there) from the roots."""
     seen = set(roots)
     waiting = [(node, 0) for node in seen]
     nodes: list[tuple[int, Any]] = []
-    leaves: list[Any] = []
-    is_cut = False
+    leaves: list[tuple[Any, int]] = []
     while waiting:
-        node, depth = waiting.pop()
+        node, used_by = waiting.pop()
         number = node._sequence_nr()
         if number == _NO_SEQUENCE_NUMBER and hasattr(node, "variable"):
-            leaves.append(node)
+            leaves.append((node, used_by))
             continue
         nodes.append((number, node))
-        if depth == most:
-            is_cut = True
-            continue
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
-                waiting.append((following, depth + 1))
-    return nodes, leaves, is_cut
+                waiting.append((following, number))
+    return nodes, leaves
+
+
+def _first(entry: tuple[int, Any]) -> int:
+    return entry[0]
 
 
 @functools.cache
-def _most_depth() -> int:
-    """Nodes in a chain that are freed safely: 2,000 for each MiB of stack (one took about 210 bytes)."""
+def _most_in_a_row() -> int:
+    """Nodes that are freed safely even in one chain: 2,000 for each MiB of stack (one took about 210 bytes)."""
     limit, _ = resource.getrlimit(resource.RLIMIT_STACK)
     stack = 8 << 20 if limit == resource.RLIM_INFINITY else limit
     return max(1000, 2000 * (stack >> 20))
@@ -476,3 +502,6 @@ def _all_of(summariser: Summariser, gradients: Gradients) -> Packed | None:
     if summariser.off:
         return None
     return combined([None if g is None else summariser.of_gradient(g) for g in gradients])
+
+
+never_compiled(PythonObserver, PassWatch, NodeHooks)

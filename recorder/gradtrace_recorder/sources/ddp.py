@@ -154,8 +154,10 @@ class DdpSource:
         return next((s for s in ("sync", "no_sync", "bypassed") if s in states), None)
 
     @_guarded
-    def backward_done(self, recording: Recording, backward_index: int, microbatch: int) -> None:
-        """A top-level accumulating pass has returned: rows of its buckets, and of the gradients they left."""
+    def backward_ended(
+        self, recording: Recording, backward_index: int, microbatch: int, *, failed: bool
+    ) -> None:
+        """A top-level accumulating pass has returned or raised: rows of its buckets, and of the gradients they left."""
         launched = {key for bucket in self._open for key in bucket.parameter_ids}
         states = [(about, self._state(about)) for about in self._touched()]
         self._settle(recording)
@@ -167,7 +169,7 @@ class DdpSource:
                 )
             about.state = None
             self._write_group(recording, about)
-        if not waiting:
+        if failed or not waiting:
             return
         for root, _ in recording.names.roots():
             chosen = [
@@ -176,11 +178,6 @@ class DdpSource:
                 if id(tensor) in waiting
             ]
             record_gradients(recording, "reduced", backward_index, microbatch, chosen)
-
-    @_guarded
-    def backward_failed(self, recording: Recording) -> None:
-        """A top-level accumulating pass has raised: the rows of what it launched."""
-        self._settle(recording)
 
     # What the relays tell.
 

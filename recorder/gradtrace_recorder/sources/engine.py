@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.observers.python import PassWatch, PythonObserver
+from gradtrace_recorder.observers.python import Culprit, PassWatch, PythonObserver
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.sources.ddp import DdpSource
@@ -57,6 +58,7 @@ class EngineSource:
                     return run(*args, **kwargs)
                 return source._run(run, args, kwargs)
 
+        never_compiled(RecordedEngine.run_backward, calls_the_job=True)
         Variable._execution_engine = RecordedEngine()
 
     def detach(self) -> None:
@@ -97,6 +99,7 @@ class EngineSource:
         top_level = not inside_backward()
         if top_level:
             timeline.activity()
+            recording.names.is_settled = True
         index = timeline.totals.engine_calls
         timeline.totals.engine_calls = index + 1
         opened = _OpenPass(recording, index, timeline.microbatch, accumulates, top_level)
@@ -135,24 +138,35 @@ class EngineSource:
         end = timeline.now()
         self._local.open_passes.pop()
         try:
-            if opened.watch is not None:
-                self._write(opened, end, error)
+            watch = opened.watch
+            failed = watch.close(failed=error is not None) if watch is not None else None
+            reduces = opened.accumulates and opened.top_level
+            ddp_sync = self._ddp.sync_of_pass() if reduces else None
+            if reduces and timeline.is_recorded and recording.settings.records_state:
+                self._ddp.backward_ended(
+                    recording, opened.index, opened.microbatch, failed=error is not None
+                )
+            if watch is not None and failed is not None:
+                # Behind the rows of its buckets: a pass that has a row has all of them.
+                self._write(opened, watch, end, failed, error, ddp_sync)
             if opened.top_level:
                 timeline.totals.backward_ns += end - opened.start_ns
                 if opened.accumulates and error is None:
-                    if recording.settings.records_state and timeline.is_recorded:
-                        self._ddp.backward_done(recording, opened.index, opened.microbatch)
                     timeline.backward_done()
-                elif opened.accumulates:
-                    self._ddp.backward_failed(recording)
             timeline.totals.recorder_ns += timeline.now() - end
         except Exception as ours:
             self._guard.failed(ours)
 
-    def _write(self, opened: _OpenPass, end: int, error: BaseException | None) -> None:
-        watch, recording = opened.watch, opened.recording
-        assert watch is not None
-        failed = watch.close(failed=error is not None)
+    def _write(
+        self,
+        opened: _OpenPass,
+        watch: PassWatch,
+        end: int,
+        failed: Culprit,
+        error: BaseException | None,
+        ddp_sync: str | None,
+    ) -> None:
+        recording = opened.recording
         if error is not None:
             recording.rows.failure(
                 opened.index,
@@ -175,7 +189,7 @@ class EngineSource:
             opened.start_ns,
             end,
             None if error is None else f"{type(error).__name__}: {str(error)[:400]}",
-            self._ddp.sync_of_pass() if opened.accumulates and opened.top_level else None,
+            ddp_sync,
         )
 
     def _record_carried(self, recording: Recording, backward_index: int) -> None:
@@ -255,3 +269,7 @@ def _compiled_autograd() -> bool:
     """Whether the engine is replaced by compiled autograd, under which no hook may be attached."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return compiled is not None and bool(compiled.compiled_autograd_enabled)
+
+
+never_compiled(EngineSource._begin, EngineSource._end)
+never_compiled(EngineSource._run, calls_the_job=True)

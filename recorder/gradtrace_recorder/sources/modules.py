@@ -13,6 +13,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
 from gradtrace_recorder.attribution import Frame, RootCall
+from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ModuleName, unwrapped
 from gradtrace_recorder.recording import Gate, Recording
@@ -36,7 +37,8 @@ class _Call:
     """A call that has been entered: what its exit needs to know. No module is kept, only its identity."""
 
     __slots__ = (
-        "depth", "end_ns", "frame", "inputs", "last_hook", "microbatch", "module_id", "name", "phase", "start_ns",
+        "began", "depth", "end_ns", "frame", "inputs", "last_hook", "microbatch", "module_id", "name", "phase",
+        "saw_inner", "start_ns",
     )  # fmt: skip
 
     def __init__(self, module_id: int, name: ModuleName | None) -> None:
@@ -50,6 +52,8 @@ class _Call:
         self.depth = 0
         self.end_ns = 0
         self.last_hook: RemovableHandle | None = None
+        self.began = 0
+        self.saw_inner = False
 
     def forget(self) -> None:
         """Nobody will call the hook that waits on the module."""
@@ -68,7 +72,7 @@ class _OwnHooksDone:
     def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
         # Torch calls a hook that was removed meanwhile without kwargs.
         kwargs = rest[0] if len(rest) == 2 else {}
-        self._source.own_hooks_done(module, self._call, kwargs, rest[-1])
+        self._source.own_hooks_done(module, self._call, args, kwargs, rest[-1])
 
     def __reduce__(self) -> Any:
         return _idle_hook, ()
@@ -120,6 +124,8 @@ class ModuleSource:
         """Remove them."""
         for handle in self._handles:
             handle.remove()
+            # Torch (2.13) forgets this one, and would go on to say that there are global hooks.
+            torch_modules._global_forward_hooks_with_kwargs.pop(handle.id, None)
         self._handles = []
         for call in self._local.stack:
             call.forget()
@@ -151,20 +157,27 @@ class ModuleSource:
             call.end_ns = recording.timeline.now()
             if len(rest) == 2 and call.last_hook is not None:
                 return  # the module's own hooks come now, and may replace the output
-            self._leave(recording, call)
             if len(rest) == 2:
+                self._leave(recording, call, args, *rest)
                 self._exit(recording, call, *rest)
+            else:
+                self._leave(recording, call)
+                if call.phase == self._phase(recording, "recompute"):
+                    # Ended early: what the backward pass needs is there. Its time was taken all the same.
+                    self._exit(recording, call, {}, None)
         except Exception as error:
             self._guard.failed(error)
 
-    def own_hooks_done(self, module: nn.Module, call: _Call, kwargs: Any, output: Any) -> None:
+    def own_hooks_done(
+        self, module: nn.Module, call: _Call, args: Any, kwargs: Any, output: Any
+    ) -> None:
         """The module's own hooks have run after this call; called for other live calls of it too."""
         recording = self._gate.recording
         if not self._guard.is_open or recording is None:
             return
         try:
             if call is self._innermost(module):
-                self._leave(recording, call)
+                self._leave(recording, call, args, kwargs, output)
                 self._exit(recording, call, kwargs, output)
         except Exception as error:
             self._guard.failed(error)
@@ -190,8 +203,14 @@ class ModuleSource:
         grad_mode = torch.is_grad_enabled()
         root_call: RootCall | None = None
         if stack:
-            around_wraps = stack[-1].name is not None and stack[-1].name.wraps
-            call.depth = stack[-1].depth + (not around_wraps)
+            around = stack[-1].name
+            is_inner = (
+                around is not None
+                and around.wraps
+                and (around.root, around.fqn) == (name.root, name.fqn)
+            )
+            stack[-1].saw_inner |= is_inner
+            call.depth = stack[-1].depth + (not is_inner)
             outer = stack[-1].frame
             root_call = outer.root_call if outer is not None else None
         else:
@@ -206,12 +225,13 @@ class ModuleSource:
         index = self._call_index(recording, name, phase)
         call.frame = Frame(name.root, name.fqn, name.fqn_number, index, root_call, name.wanted)
         if grad_mode:
-            recording.attribution.mark(_get_sequence_nr(), call.frame)
+            call.began = _get_sequence_nr()
+            recording.attribution.mark(call.began, call.frame)
         if name.wraps and grad_mode:
             self._ddp.forward_begins(module)
         if not stack and not in_backward:
             self._record_inputs(recording, module, name, index, args)
-        if self._is_row(recording, name):
+        if self._is_row(recording, name) or name.is_compiled:
             call.inputs = recording.summariser.of_all(args)
         if module._forward_hooks:
             # A hook of the job's on the module may replace its output: see what the last of them leaves.
@@ -228,8 +248,8 @@ class ModuleSource:
                 return call
         return None
 
-    def _leave(self, recording: Recording, call: _Call) -> None:
-        """The call is over, and so is any inside it whose exit no hook saw."""
+    def _leave(self, recording: Recording, call: _Call, args: Any = (), *rest: Any) -> None:
+        """The call is over, and so is any inside it whose exit no hook saw. `rest` is its kwargs and output."""
         stack = self._local.stack
         while True:
             left = stack.pop()
@@ -238,7 +258,11 @@ class ModuleSource:
                 break
         if call.frame is not None and torch.is_grad_enabled():
             outer = stack[-1].frame if stack else None
-            recording.attribution.mark(_get_sequence_nr(), outer)
+            attribution, number = recording.attribution, _get_sequence_nr()
+            attribution.mark(number, outer)
+            if rest and not stack and attribution.must_tag:
+                came, went = named_tensors([args, rest[0]]), named_tensors(rest[1])
+                attribution.tag((t for _, t in went), call.began, number, (t for _, t in came))
 
     def _exit(self, recording: Recording, call: _Call, kwargs: dict[str, Any], output: Any) -> None:
         timeline = recording.timeline
@@ -247,7 +271,7 @@ class ModuleSource:
         frame, name = call.frame, call.name
         if frame is None or name is None:
             return
-        if self._is_row(recording, name):
+        if self._is_row(recording, name) or self._stands_alone(recording, call):
             recording.rows.module_call(
                 call.microbatch,
                 name.root,
@@ -316,6 +340,14 @@ class ModuleSource:
             return inputs
         return combined([inputs, recording.summariser.of_all(kwargs)])
 
+    def _stands_alone(self, recording: Recording, call: _Call) -> bool:
+        """Whether a compiled module ran without the call of what it wraps: then its call is that call."""
+        name, frame = call.name, call.frame
+        if name is None or frame is None or not name.is_compiled or call.saw_inner:
+            return False
+        self._calls[name.root, name.fqn, call.phase] = frame.call_index + 1
+        return name.wanted and recording.settings.records("modules")
+
     def _is_row(self, recording: Recording, name: ModuleName) -> bool:
         return not name.wraps and name.wanted and recording.settings.records("modules")
 
@@ -363,3 +395,6 @@ def _is_inside(module: nn.Module) -> bool:
             running += 1
         frame = frame.f_back
     return running > 1
+
+
+never_compiled(ModuleSource, _Call, _OwnHooksDone, _idle)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.recording import Gate, Recording
@@ -63,6 +64,7 @@ class OptimizerSource:
             source._scaler_stepped(skipped=source._steps_seen == seen)
             return result
 
+        never_compiled(step, calls_the_job=True)
         self._scaler_step = (original, step)
         torch.amp.GradScaler.step = step  # type: ignore[assignment, method-assign]
 
@@ -210,3 +212,6 @@ def _hyperparameters(group: dict[str, Any]) -> str:
         )
 
     return json.dumps({k: plain(v) for k, v in sorted(group.items()) if k not in ("params", "lr")})
+
+
+never_compiled(OptimizerSource)

@@ -1,0 +1,33 @@
+"""Keeps torch.compile away from our own functions.
+
+What a compiled region runs in Python, a hook of ours say, would be compiled as a function of its own: the job would
+pay for that, and the hook would find that it is being compiled, and see nothing ever after.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+
+def never_compiled(*functions: Any, calls_the_job: bool = False) -> None:
+    """Dynamo never compiles these functions, or the methods of these classes.
+
+    Nor what they call, unless they call back into the job. It costs nothing per call, and loads no part of dynamo;
+    a function that is traced as a part of another is traced as ever. Where torch has no such switch, nothing is done.
+    Source: torch/csrc/dynamo/eval_frame.c, `set_code_exec_strategy` (2.13).
+    """
+    frames: Any = getattr(torch._C, "_dynamo", None)
+    frames = getattr(frames, "eval_frame", None)
+    if not hasattr(frames, "set_code_exec_strategy"):
+        return
+    skip, as_ever = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    strategy = frames._FrameExecStrategy(skip, as_ever if calls_the_job else skip)
+    for function in functions:
+        own = vars(function).values() if isinstance(function, type) else (function,)
+        for one in own:
+            code = getattr(one, "__code__", None)
+            if isinstance(code, types.CodeType):
+                frames.set_code_exec_strategy(code, strategy)
