@@ -6,89 +6,18 @@ link table; Python sees only the rows of one step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import duckdb
 
+from gradtrace_analyzer.differences import Change, Difference, changed_gradient, difference
 from gradtrace_analyzer.failures import Failure, one_sided_failures
-from gradtrace_analyzer.links import LINK_TABLES, LINKS, LinkTable, link_of
+from gradtrace_analyzer.links import LINK_TABLES, LINKS, link_of
 from gradtrace_analyzer.pairing import SEEN, STATISTICS, SUSPECTS, differing, digests_agree
-from gradtrace_analyzer.tolerance import tolerance
 
 # Rows of one step that are looked at one by one. Far more than any origin needs.
 MOST_DIFFERENCES = 200_000
-
-
-@dataclass(frozen=True)
-class Change:
-    """What one summary was on both sides. `error` is the relative error, None where finite values turned
-    into non-finite ones, or one side has no summary. Statistics are None of a side that lacks the row."""
-
-    differs: bool
-    error: float | None
-    tolerance: float
-    baseline: Mapping[str, Any] | None
-    candidate: Mapping[str, Any] | None
-
-    def is_apart(self, *, exceeding: bool) -> bool:
-        """Whether it differs; with `exceeding`, by more than rounding."""
-        beyond = self.error is None or self.error > self.tolerance
-        return self.differs and (beyond or not exceeding)
-
-    @property
-    def factor(self) -> float | None:
-        """f where candidate = f x baseline within noise and f is not 1: from the sketches, which are linear."""
-        if self.baseline is None or self.candidate is None:
-            return None
-        a, b = self.baseline.get("sketch"), self.candidate.get("sketch")
-        if not a or not b or len(a) != len(b):
-            return None
-        square = sum(x * x for x in a)
-        if square == 0 or not math.isfinite(square):
-            return None
-        factor = sum(x * y for x, y in zip(a, b, strict=True)) / square
-        rest = math.sqrt(sum((y - factor * x) ** 2 for x, y in zip(a, b, strict=True)) / square)
-        if not 1e-3 < abs(factor) < 1e3:
-            return None  # unrelated values, such as memory that was never written
-        # Another difference of the same size lies along the baseline this closely by chance about once in
-        # a thousand times with 4 lanes, and far more rarely with 16.
-        return factor if abs(factor - 1) > 1e-5 and rest < 0.05 * abs(factor - 1) else None
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A pair of rows that differ, or a row that one side alone has (`only_in`).
-
-    `order` is the place in the rank's step, in program order; `exceeds`, whether it is more than rounding.
-    `event_indices` are the rows' numbers on both sides, where they are Nodes.
-    """
-
-    table: str
-    rank: int
-    step: int
-    order: float
-    only_in: str | None
-    key: Mapping[str, Any]
-    exceeds: bool = True
-    event_indices: tuple[int | None, int | None] = (None, None)
-    bucket_index: int | None = None
-    reads: Change | None = None
-    writes: Change | None = None
-    values: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-
-    @property
-    def event_index(self) -> int | None:
-        """The Node's number in its pass, of the candidate where the baseline lacks it."""
-        in_baseline, in_candidate = self.event_indices
-        return in_candidate if in_baseline is None else in_baseline
-
-    @property
-    def link(self) -> str:
-        """The link of the chain that the row stands for."""
-        return link_of(self.table, self.key.get("point"))
 
 
 class Alignment:
@@ -207,7 +136,7 @@ class Alignment:
             )
             names = [column[0] for column in cursor.description or ()]
             found += [
-                _difference(table, dict(zip(names, row, strict=True))) for row in cursor.fetchall()
+                difference(table, dict(zip(names, row, strict=True))) for row in cursor.fetchall()
             ]
         found.sort(key=lambda d: (d.rank, d.order))
         return found
@@ -343,7 +272,7 @@ class Alignment:
             )
             names = [column[0] for column in cursor.description or ()]
             for row in cursor.fetchall():
-                found = _difference(table, dict(zip(names, row, strict=True)))
+                found = difference(table, dict(zip(names, row, strict=True)))
                 if first is None or (found.step, found.order) < (first.step, first.order):
                     first = found
         return first
@@ -370,7 +299,7 @@ class Alignment:
         found: list[Change | None] = []
         for position, is_equal, *values in rows:
             found += [None] * (position - len(found))
-            found.append(_change(values, is_equal, d))
+            found.append(changed_gradient(values, is_equal, d))
         return (found if of_baseline == of_candidate else []), of_baseline, of_candidate
 
     def lone_names(self) -> list[dict[str, str]]:
@@ -394,43 +323,6 @@ class Alignment:
         return row[0] if row else None
 
 
-def _difference(table: LinkTable, row: Mapping[str, Any]) -> Difference:
-    changes: dict[str, Change] = {}
-    only_in = row["only_in"]
-    for role, _ in table.sides:
-        sides = {side: {s: row[f"{role}_{side}_{s}"] for s in STATISTICS} for side in ("b", "c")}
-        baseline = None if only_in == "candidate" else sides["b"]
-        candidate = None if only_in == "baseline" else sides["c"]
-        dtypes = [sides[side]["dtype"] for side in ("b", "c")]
-        changes[role] = Change(
-            differs=bool(row[f"{role}_differs"]),
-            error=row[f"{role}_error"],
-            tolerance=max(tolerance(dtype, row["steps_before"]) for dtype in dtypes),
-            baseline=baseline,
-            candidate=candidate,
-        )
-    pairs = {v: (row[f"value_b_{v}"], row[f"value_c_{v}"]) for v in table.values}
-    return Difference(
-        table=table.table,
-        rank=row["rank"],
-        step=row["step"],
-        order=float(row["place"]),
-        only_in=only_in,
-        key={k: row[f"key_{k}"] for k in table.key},
-        exceeds=bool(row["exceeds"]),
-        event_indices=(row.get("event_index_b"), row.get("event_index_c")),
-        bucket_index=row.get("bucket_index"),
-        reads=changes.get("reads"),
-        writes=changes.get("writes"),
-        values={v: pair for v, pair in pairs.items() if not _same(*pair)},
-    )
-
-
-def _same(a: Any, b: Any) -> bool:
-    both_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
-    return both_nan or a == b
-
-
 def _at(side: str) -> str:
     """That a row of a side is of one Node: for `_both_places`."""
     columns = ("rank", "step", "backward_index", "event_index")
@@ -443,22 +335,3 @@ def _both_places(d: Difference) -> list[Any]:
         for index in d.event_indices
         for value in (d.rank, d.step, d.key["backward_index"], index)
     ]
-
-
-def _change(values: Sequence[Any], is_equal: bool, d: Difference) -> Change:
-    """One gradient on both sides; `values` are the statistics, baseline and candidate in turn."""
-    baseline = dict(zip(STATISTICS, values[::2], strict=True))
-    candidate = dict(zip(STATISTICS, values[1::2], strict=True))
-    a, b = baseline["sketch"], candidate["sketch"]
-    larger = max(baseline["norm"] or 0.0, candidate["norm"] or 0.0)
-    error = math.dist(a, b) / larger if a and b and len(a) == len(b) and larger else None
-    if any((baseline[s] or 0) != (candidate[s] or 0) for s in ("nan_count", "inf_count")):
-        error = None
-    whole = d.writes or d.reads
-    return Change(
-        differs=not is_equal,
-        error=error,
-        tolerance=whole.tolerance if whole is not None else 0.0,
-        baseline=baseline,
-        candidate=candidate,
-    )

@@ -8,20 +8,32 @@ from typing import Any
 
 import duckdb
 
-from gradtrace_analyzer.align import Alignment, Change, Difference
+from gradtrace_analyzer.align import Alignment
+from gradtrace_analyzer.configuration import apart_in_configuration
+from gradtrace_analyzer.cover import (
+    Cover,
+    asked_differently,
+    cover_of,
+    held,
+    lacking_words,
+    lost_rows,
+    problems_of,
+    setting,
+    torn_ends,
+)
 from gradtrace_analyzer.database import connect_pair
 from gradtrace_analyzer.diff import (
     Answer,
-    Cover,
     Origin,
     Verdict,
     firsts,
     split_by_inheritance,
 )
+from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.failures import Failure
-from gradtrace_analyzer.links import LINK_TABLES, LINKS, LOCAL_LINKS
+from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.repeated import repeated
-from gradtrace_analyzer.run import Run, ranks_phrase, spans
+from gradtrace_analyzer.run import Run, ranks_phrase
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
 WITNESS_ROWS = 8
@@ -47,21 +59,21 @@ def _compared(
     ranks: Sequence[int],
     exact: bool,
 ) -> Answer:
-    unread = {side: _unread(connection, side, run) for side, run in runs.items()}
+    unread = {side: lost_rows(connection, side, run) for side, run in runs.items()}
     alignment = Alignment(
         connection,
         ranks,
         [place for places in unread.values() for place in places],
-        unmatched=not _asked_differently(runs) and not any(map(_problems, runs.values())),
-        torn_ends={side: _torn_ends(connection, side, run) for side, run in runs.items()},
+        unmatched=not asked_differently(runs) and not any(map(problems_of, runs.values())),
+        torn_ends={side: torn_ends(connection, side, run) for side, run in runs.items()},
     )
     steps = alignment.steps()
-    cover = _cover(runs, ranks, steps, alignment.compared(), unread)
+    cover = cover_of(runs, ranks, steps, alignment.compared(), unread)
     common = sorted({step for of_rank in steps["both"].values() for step in of_rank})
-    configuration = _configuration(runs)
+    configuration = apart_in_configuration(runs)
     failures = alignment.failures()
     lone = [*_lone_ranks(cover)]
-    if not _asked_differently(runs):
+    if not asked_differently(runs):
         lone += alignment.lone_names()
 
     def answer(
@@ -99,7 +111,7 @@ def _compared(
         step = failed
     if step is None:
         if not cover.is_whole:
-            return answer("incomparable", _not_whole(cover))
+            return answer("incomparable", lacking_words(cover))
         notes = _rng_notes(alignment, common) if cover.has_fingerprints else []
         if any(entry["kind"] in ("module", "parameter") for entry in lone):
             return answer("different", notes=notes)
@@ -223,12 +235,12 @@ def _nothing_to_compare(
 ) -> str | None:
     a, b = runs["baseline"], runs["candidate"]
     if not ranks:
-        return f"no rank was recorded on both sides: {_held(a.ranks)} against {_held(b.ranks)}"
+        return f"no rank was recorded on both sides: {held(a.ranks)} against {held(b.ranks)}"
     if not steps["both"]:
         return (
             "no step was recorded on both sides: "
-            f"{_held(_all_steps(steps['baseline']), 'step')} against "
-            f"{_held(_all_steps(steps['candidate']), 'step')}"
+            f"{held(_all_steps(steps['baseline']), 'step')} against "
+            f"{held(_all_steps(steps['candidate']), 'step')}"
         )
     if not alignment.summarised():
         return (
@@ -238,105 +250,8 @@ def _nothing_to_compare(
     return None
 
 
-def _held(numbers: Sequence[int] | Mapping[int, Any], what: str = "rank") -> str:
-    plural = "s" if len(numbers) > 1 else ""
-    return f"{what}{plural} {spans(numbers)}" if numbers else f"no {what}"
-
-
-def _not_whole(cover: Cover) -> str:
-    lacking = [
-        f"the {side} lacks {ranks_phrase(missing)}"
-        for side, missing in cover.missing_ranks.items()
-        if missing
-    ] + [
-        f"the {side} has lost rows of {table} of rank {rank}"
-        for side, places in cover.unread.items()
-        for table, rank in places
-    ]
-    lacking += [
-        f"the recorder of the {side} gave up in part ({problems[0]})"
-        for side, problems in cover.problems.items()
-        if problems
-    ]
-    lacking += [
-        f"the {side} lacks {_held(steps, 'step')} of rank {rank}"
-        for side, by_rank in cover.missing_steps.items()
-        for rank, steps in by_rank.items()
-    ]
-    return f"{' and '.join(lacking)}, of which nothing can be said"
-
-
-def _cover(
-    runs: Mapping[str, Run],
-    ranks: Sequence[int],
-    steps: Mapping[str, Mapping[int, Sequence[int]]],
-    rows: Mapping[str, int],
-    unread: Mapping[str, Sequence[tuple[str, int]]],
-) -> Cover:
-    everywhere = {r for run in runs.values() for r in (*run.ranks, *run.missing_ranks)}
-    if _common_rank_filter(runs):
-        everywhere = {r for run in runs.values() for r in run.ranks}
-    missing = {side: tuple(sorted(everywhere - set(run.ranks))) for side, run in runs.items()}
-    other = {"baseline": "candidate", "candidate": "baseline"}
-    return Cover(
-        ranks=tuple(ranks),
-        steps={rank: tuple(of_rank) for rank, of_rank in steps["both"].items()},
-        rows=rows,
-        missing_ranks=missing,
-        missing_steps={
-            side: {rank: tuple(own) for rank, own in steps[other[side]].items()} for side in runs
-        },
-        incomplete_ranks={side: run.incomplete_ranks for side, run in runs.items()},
-        dropped={side: _counts(run, "dropped") for side, run in runs.items()},
-        unsummarised={side: _counts(run, "unsummarised") for side, run in runs.items()},
-        filters={side: _filters(run) for side, run in runs.items()},
-        unread={side: tuple(places) for side, places in unread.items()},
-        problems={side: tuple(_problems(run)) for side, run in runs.items()},
-        has_fingerprints=all(_setting(run, "summary") in ("full", None) for run in runs.values()),
-    )
-
-
 def _all_steps(by_rank: Mapping[int, Sequence[int]]) -> list[int]:
     return sorted({step for of_rank in by_rank.values() for step in of_rank})
-
-
-def _setting(run: Run, name: str) -> Any:
-    for info in run.ranks.values():
-        return (info.facts.get("settings") or {}).get(name)
-    return None
-
-
-def _asked_differently(runs: Mapping[str, Run]) -> bool:
-    """Whether the sides were told to record different things: then what one alone has says nothing."""
-    return len({run.schema_version for run in runs.values()}) > 1 or any(
-        len({str(_setting(run, name)) for run in runs.values()}) > 1
-        for name in ("detail", "summary", "modules")
-    )
-
-
-def _problems(run: Run) -> list[str]:
-    """What the recorder itself says went wrong, on any rank."""
-    return [
-        f"rank {rank}: {text}"
-        for rank, info in run.ranks.items()
-        for text in info.facts.get("problems") or ()
-    ]
-
-
-def _torn_ends(connection: duckdb.DuckDBPyConnection, side: str, run: Run) -> dict[int, int]:
-    """The last step that each rank reached which did not end its recording."""
-    found = {}
-    for rank in run.incomplete_ranks:
-        row = connection.execute(
-            f"SELECT max(step) FROM (SELECT step FROM {side}.parameters WHERE rank = ? UNION ALL "
-            f"SELECT step FROM {side}.module_calls WHERE rank = ? UNION ALL "
-            f"SELECT step FROM {side}.node_events WHERE rank = ? UNION ALL "
-            f"SELECT step FROM {side}.backward_passes WHERE rank = ?)",
-            [rank] * 4,
-        ).fetchone()
-        if row is not None and row[0] is not None:
-            found[rank] = row[0]
-    return found
 
 
 # The tables that hold each link, as far as they can be left out by a setting.
@@ -359,7 +274,7 @@ def _unseen(
         for link, table, what in _HELD_IN
         if LINKS.index(link) < before and not cover.rows.get(table)
     ]
-    chosen = [_setting(run, "modules") for run in runs.values()]
+    chosen = [setting(run, "modules") for run in runs.values()]
     if any(chosen):
         found.append("modules outside the filter")
     if origin.link not in LOCAL_LINKS:
@@ -371,69 +286,6 @@ def _unseen(
     if origin.link == "parameters" and origin.step > 0 and origin.step - 1 not in earlier:
         found.append(f"step {origin.step - 1}")
     return found
-
-
-def _unread(connection: duckdb.DuckDBPyConnection, side: str, run: Run) -> list[tuple[str, int]]:
-    """(table, rank) of which rows that were recorded are not there any more: lost or damaged parts."""
-    found = {(d.part.table, d.part.rank) for d in run.damaged}
-    for table in ("steps", *(table.table for table in LINK_TABLES)):
-        counts = dict(
-            connection.execute(
-                f"SELECT rank, count(*) FROM {side}.{table} GROUP BY rank"
-            ).fetchall()
-        )
-        for rank, info in run.ranks.items():
-            recorded = (info.facts.get("recorded") or {}).get(table, 0)
-            if info.is_complete and counts.get(rank, 0) < recorded:
-                found.add((table, rank))
-    return sorted(found)
-
-
-def _common_rank_filter(runs: Mapping[str, Run]) -> bool:
-    """Whether both sides were asked for the same ranks only: the others are missed by nobody."""
-    asked = [
-        {str(info.facts.get("settings", {}).get("ranks")) for info in run.ranks.values()}
-        for run in runs.values()
-    ]
-    return asked[0] == asked[1] and asked[0] not in ({"[]"}, set())
-
-
-def _counts(run: Run, name: str) -> dict[str, int]:
-    """Counts of all ranks' json, added up by reason."""
-    total: dict[str, int] = {}
-    for info in run.ranks.values():
-        for reason, count in (info.facts.get(name) or {}).items():
-            total[reason] = total.get(reason, 0) + count
-    return total
-
-
-def _filters(run: Run) -> dict[str, Any]:
-    for info in run.ranks.values():
-        settings = info.facts.get("settings") or {}
-        return {k: v for k, v in settings.items() if k in ("steps", "ranks", "modules") and v}
-    return {}
-
-
-def _configuration(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
-    """What differs between the sides' versions, settings and switches: it is often the answer."""
-    sides = {side: _facts(run) for side, run in runs.items()}
-    names = sorted({name for facts in sides.values() for name in facts})
-    found = []
-    for name in names:
-        a, b = sides["baseline"].get(name), sides["candidate"].get(name)
-        if a != b:
-            found.append({"name": name, "baseline": a, "candidate": b})
-    return found if all(len(facts) > 1 for facts in sides.values()) else []
-
-
-def _facts(run: Run) -> dict[str, Any]:
-    facts: dict[str, Any] = {"world_size": run.world_size}
-    for info in run.ranks.values():
-        for group in ("versions", "environment"):
-            facts.update(info.facts.get(group) or {})
-        break
-    facts.pop("gradtrace", None)
-    return facts
 
 
 def _lone_ranks(cover: Cover) -> list[dict[str, Any]]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gradtrace_analyzer.align import Change, Difference
+from gradtrace_analyzer.cover import Cover
+from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.repeated import Repeated
@@ -75,37 +76,6 @@ class Origin:
     def factor(self) -> float | None:
         """f where candidate = f x baseline within noise."""
         return self.change.factor if self.change is not None else None
-
-
-@dataclass(frozen=True)
-class Cover:
-    """What was compared, and what was not."""
-
-    ranks: tuple[int, ...]
-    steps: Mapping[int, tuple[int, ...]]
-    rows: Mapping[str, int]
-    missing_ranks: Mapping[str, tuple[int, ...]]
-    missing_steps: Mapping[str, Mapping[int, tuple[int, ...]]]
-    incomplete_ranks: Mapping[str, tuple[int, ...]]
-    dropped: Mapping[str, Mapping[str, int]]
-    unsummarised: Mapping[str, Mapping[str, int]]
-    filters: Mapping[str, Mapping[str, Any]]
-    unread: Mapping[str, tuple[tuple[str, int], ...]]
-    problems: Mapping[str, tuple[str, ...]]
-    has_fingerprints: bool = True
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether both sides recorded the same ranks, nothing of it is lost, and no rank stopped before others
-        or was cut off. (A run that was asked to make fewer steps is whole.)"""
-        uneven = len({self.steps.get(rank, ()) for rank in self.ranks}) > 1
-        cut_short = uneven or any(self.incomplete_ranks.values())
-        return not (
-            any(self.missing_ranks.values())
-            or any(self.unread.values())
-            or any(self.problems.values())
-            or (cut_short and any(self.missing_steps.values()))
-        )
 
 
 @dataclass(frozen=True)
@@ -239,15 +209,15 @@ def split_by_inheritance(candidates: Sequence[Origin]) -> tuple[list[Origin], li
 
 def _in_order(differences: list[Difference]) -> list[Difference]:
     """Program order, a pass in front of what it does: its row is written when it is over."""
-    first_node: dict[Any, float] = {}
+    first_deed: dict[Any, float] = {}
     for d in differences:
-        if d.table == "node_events" or d.key.get("point") == "local":
+        if d.table in ("node_events", "buckets") or d.key.get("point") in ("local", "reduced"):
             index = d.key.get("backward_index")
-            first_node[index] = min(first_node.get(index, d.order), d.order)
+            first_deed[index] = min(first_deed.get(index, d.order), d.order)
 
     def place(d: Difference) -> float:
         if d.table == "backward_passes":
-            return first_node.get(d.key.get("backward_index"), d.order) - 0.5
+            return first_deed.get(d.key.get("backward_index"), d.order) - 0.5
         return d.order
 
     return sorted(differences, key=place)

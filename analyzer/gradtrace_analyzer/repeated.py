@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.align import Change
+from gradtrace_analyzer.differences import Change
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradtrace_analyzer.align import Change, Difference
+from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_schemas.table import NODE_SKETCH_LANES
 
 # Two factors are the same within what their sketches can tell.

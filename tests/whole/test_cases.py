@@ -504,7 +504,8 @@ def test_case_29_saved_output_changed_in_place(case: Case) -> None:
 
 
 def test_case_31_infinity_comes_before_the_nan(case: Case) -> None:
-    infinity, nan = case.check("bad")
+    infinity, nan, raised = case.check("bad")
+    assert raised["law"] == "passes_complete" and "returned nan values" in raised["explanation"]
     wanted = ("step", "rank", "node_name", "module_fqn")
     assert [infinity[name] for name in wanted] == [0, 0, "SqrtBackward0", "score"]
     assert [nan[name] for name in wanted] == [0, 0, "MulBackward0", "gate"]

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gradtrace_analyzer.align import Change
-from gradtrace_analyzer.diff import Answer, Cover, Origin
+from gradtrace_analyzer.cover import Cover
+from gradtrace_analyzer.diff import Answer, Origin
+from gradtrace_analyzer.differences import Change
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.reports.origins import (
     failure_clause,

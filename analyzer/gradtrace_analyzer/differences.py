@@ -1,0 +1,138 @@
+"""One pair of rows of two runs that differ, and how: what pairing finds, and what origins are told from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradtrace_analyzer.links import LinkTable, link_of
+from gradtrace_analyzer.pairing import STATISTICS
+from gradtrace_analyzer.tolerance import tolerance
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one summary was on both sides. `error` is the relative error, None where finite values turned
+    into non-finite ones, or one side has no summary. Statistics are None of a side that lacks the row."""
+
+    differs: bool
+    error: float | None
+    tolerance: float
+    baseline: Mapping[str, Any] | None
+    candidate: Mapping[str, Any] | None
+
+    def is_apart(self, *, exceeding: bool) -> bool:
+        """Whether it differs; with `exceeding`, by more than rounding."""
+        beyond = self.error is None or self.error > self.tolerance
+        return self.differs and (beyond or not exceeding)
+
+    @property
+    def factor(self) -> float | None:
+        """f where candidate = f x baseline within noise and f is not 1: from the sketches, which are linear."""
+        if self.baseline is None or self.candidate is None:
+            return None
+        a, b = self.baseline.get("sketch"), self.candidate.get("sketch")
+        if not a or not b or len(a) != len(b):
+            return None
+        square = sum(x * x for x in a)
+        if square == 0 or not math.isfinite(square):
+            return None
+        factor = sum(x * y for x, y in zip(a, b, strict=True)) / square
+        rest = math.sqrt(sum((y - factor * x) ** 2 for x, y in zip(a, b, strict=True)) / square)
+        if not 1e-3 < abs(factor) < 1e3:
+            return None  # unrelated values, such as memory that was never written
+        # Another difference of the same size lies along the baseline this closely by chance about once in
+        # a thousand times with 4 lanes, and far more rarely with 16.
+        return factor if abs(factor - 1) > 1e-5 and rest < 0.05 * abs(factor - 1) else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A pair of rows that differ, or a row that one side alone has (`only_in`).
+
+    `order` is the place in the rank's step, in program order; `exceeds`, whether it is more than rounding.
+    `event_indices` are the rows' numbers on both sides, where they are Nodes.
+    """
+
+    table: str
+    rank: int
+    step: int
+    order: float
+    only_in: str | None
+    key: Mapping[str, Any]
+    exceeds: bool = True
+    event_indices: tuple[int | None, int | None] = (None, None)
+    bucket_index: int | None = None
+    reads: Change | None = None
+    writes: Change | None = None
+    values: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def event_index(self) -> int | None:
+        """The Node's number in its pass, of the candidate where the baseline lacks it."""
+        in_baseline, in_candidate = self.event_indices
+        return in_candidate if in_baseline is None else in_baseline
+
+    @property
+    def link(self) -> str:
+        """The link of the chain that the row stands for."""
+        return link_of(self.table, self.key.get("point"))
+
+
+def difference(table: LinkTable, row: Mapping[str, Any]) -> Difference:
+    """The object of a row of `differing_<table>`."""
+    changes: dict[str, Change] = {}
+    only_in = row["only_in"]
+    for role, _ in table.sides:
+        sides = {side: {s: row[f"{role}_{side}_{s}"] for s in STATISTICS} for side in ("b", "c")}
+        baseline = None if only_in == "candidate" else sides["b"]
+        candidate = None if only_in == "baseline" else sides["c"]
+        dtypes = [sides[side]["dtype"] for side in ("b", "c")]
+        changes[role] = Change(
+            differs=bool(row[f"{role}_differs"]),
+            error=row[f"{role}_error"],
+            tolerance=max(tolerance(dtype, row["steps_before"]) for dtype in dtypes),
+            baseline=baseline,
+            candidate=candidate,
+        )
+    pairs = {v: (row[f"value_b_{v}"], row[f"value_c_{v}"]) for v in table.values}
+    return Difference(
+        table=table.table,
+        rank=row["rank"],
+        step=row["step"],
+        order=float(row["place"]),
+        only_in=only_in,
+        key={k: row[f"key_{k}"] for k in table.key},
+        exceeds=bool(row["exceeds"]),
+        event_indices=(row.get("event_index_b"), row.get("event_index_c")),
+        bucket_index=row.get("bucket_index"),
+        reads=changes.get("reads"),
+        writes=changes.get("writes"),
+        values={v: pair for v, pair in pairs.items() if not _same(*pair)},
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    both_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
+    return both_nan or a == b
+
+
+def changed_gradient(values: Sequence[Any], is_equal: bool, d: Difference) -> Change:
+    """One gradient on both sides; `values` are the statistics, baseline and candidate in turn."""
+    baseline = dict(zip(STATISTICS, values[::2], strict=True))
+    candidate = dict(zip(STATISTICS, values[1::2], strict=True))
+    a, b = baseline["sketch"], candidate["sketch"]
+    larger = max(baseline["norm"] or 0.0, candidate["norm"] or 0.0)
+    error = math.dist(a, b) / larger if a and b and len(a) == len(b) and larger else None
+    if any((baseline[s] or 0) != (candidate[s] or 0) for s in ("nan_count", "inf_count")):
+        error = None
+    whole = d.writes or d.reads
+    return Change(
+        differs=not is_equal,
+        error=error,
+        tolerance=whole.tolerance if whole is not None else 0.0,
+        baseline=baseline,
+        candidate=candidate,
+    )
