@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gradtrace_analyzer.database import connect
+from gradtrace_analyzer.laws.accumulation import gradients_accumulate
 from gradtrace_analyzer.laws.collectives import collectives_match
 from gradtrace_analyzer.laws.equality import gradients_equal, parameters_equal
 from gradtrace_analyzer.laws.evidence import Evidence, gathered
@@ -113,6 +114,7 @@ def _judged(evidence: Evidence) -> list[Findings]:
         values_finite(evidence),
         forward_is_fresh(evidence),
         passes_complete(evidence),
+        gradients_accumulate(evidence),
         wrapper_called(evidence),
         last_pass_reduces(evidence),
         passes_match(evidence),

@@ -137,17 +137,25 @@ def with_reach(
 ) -> FailedPass:
     """The same with the parameters that the pass had reached, had not, and could not, of the roots whose Nodes ran."""
     rank, step, outermost = _place(failed)
+    passes = connection.execute(
+        f"WITH RECURSIVE inside(i) AS (SELECT ? UNION SELECT p.backward_index FROM {schema}backward_passes p "
+        "JOIN inside ON p.parent_backward_index = inside.i WHERE p.rank = ? AND p.step = ?) "
+        "SELECT list(i) FROM inside",
+        [outermost, rank, step],
+    ).fetchone()
+    place = [rank, step, *(passes or ())]
     delivered = connection.execute(
         f"SELECT DISTINCT root, parameter_fqn FROM {schema}node_events WHERE rank = ? AND step = ? "
-        "AND backward_index >= ? AND parameter_fqn IS NOT NULL AND outcome = 'ok' ORDER BY ALL",
-        [rank, step, outermost],
+        "AND list_contains(?, backward_index) AND parameter_fqn IS NOT NULL AND outcome = 'ok' "
+        "ORDER BY ALL",
+        place,
     ).fetchall()
     wanted = connection.execute(
         f"SELECT DISTINCT root, parameter_fqn FROM {schema}parameters p WHERE rank = ? AND step = ? "
         "AND point = 'before' AND kind = 'parameter' AND requires_grad AND root IN (SELECT root FROM "
         f"{schema}node_events n WHERE n.rank = p.rank AND n.step = p.step "
-        "AND n.backward_index >= ?) ORDER BY ALL",
-        [rank, step, outermost],
+        "AND list_contains(?, n.backward_index)) ORDER BY ALL",
+        place,
     ).fetchall()
     called = connection.execute(
         f"SELECT DISTINCT root, module_fqn FROM {schema}module_calls WHERE rank = ? AND step = ?",

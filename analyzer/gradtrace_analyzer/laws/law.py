@@ -44,6 +44,12 @@ class Law(Enum):
         "No backward pass ends with an exception. One after which the rank completes others (it was caught) is a "
         "warning; one that ended while it waited for a reduction breaks the laws below.",
     )
+    GRADIENTS_ACCUMULATE = (
+        "gradients_accumulate",
+        "warning",
+        "After a backward pass `.grad` holds what it held before in the step plus what arrived, or what arrived alone "
+        "(it was reset): nothing else changes it between passes.",
+    )
     WRAPPER_CALLED = (
         "wrapper_called",
         "warning",

@@ -373,8 +373,8 @@ def _never_done(evidence: Evidence) -> Iterator[Violation]:
         yield violation(
             Law.BUCKETS_LAUNCHED,
             step,
-            f"Step {step}: bucket {bucket} was launched and never done: {ranks_phrase(ranks)} waited, until the "
-            f"backward pass ended with {error.splitlines()[0] if error else 'an error'}.",
+            f"Step {step}, {ranks_phrase(ranks)}: bucket {bucket} was launched and never done, until the backward "
+            f"pass ended with {error.splitlines()[0] if error else 'an error'}.",
             rank=ranks[0] if len(ranks) == 1 else None,
             ranks=tuple(ranks),
             group=replica.group,

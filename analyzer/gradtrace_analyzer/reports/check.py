@@ -38,6 +38,7 @@ _UNITS = {
     Law.VALUES_FINITE: ("tensor", "tensors"),
     Law.FORWARD_IS_FRESH: ("pair of steps", "pairs of steps"),
     Law.PASSES_COMPLETE: ("backward pass", "backward passes"),
+    Law.GRADIENTS_ACCUMULATE: ("accumulation", "accumulations"),
     Law.WRAPPER_CALLED: ("backward pass", "backward passes"),
     Law.LAST_PASS_REDUCES: ("optimizer step", "optimizer steps"),
     Law.PASSES_MATCH: ("step", "steps"),
@@ -194,9 +195,9 @@ def _caveats(cover: Cover) -> Iterator[str]:
         yield f"Damaged, and not read: a part of {part}."
     for problem in cover.problems:
         yield f"The recorder gave up in part: {problem}."
-    for group in cover.groups:
-        if group["unobserved"]:
-            yield f"The reductions of group {group['group']} were not recorded: {group['unobserved']}."
+    for group, why in dict.fromkeys((g["group"], g["unobserved"]) for g in cover.groups):
+        if why:
+            yield f"The reductions of group {group} were not recorded: {why}."
     chosen = [
         f"{name} {cover.settings[name]}"
         for name in ("steps", "ranks", "modules")
