@@ -5,21 +5,20 @@ What the product cannot say yet is a test that is expected to fail, with the rea
 
 from __future__ import annotations
 
-import contextlib
 import csv
+import functools
 import io
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.cli import analyzer
+from support.ahead import Ahead, chosen_items, parameters_of
+from support.commands import asked, told
 from support.launcher import run_job
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
@@ -49,11 +48,6 @@ class Case:
     bad: Path
     said: Mapping[str, list[str]]
 
-    @property
-    def bare_variant(self) -> str:
-        """The variant that also ran without recording."""
-        return "good" if self.number in BARE_GOOD else "bad"
-
     def diff(self, *options: str) -> dict[str, Any]:
         """What `analyzer diff good bad` says, which must be that they differ."""
         code, answer = asked("diff", *options, "--format", "json", self.good, self.bad)
@@ -79,23 +73,9 @@ class Case:
         return [tuple(row) for row in csv.reader(io.StringIO(said))][1:]
 
 
-def told(*arguments: object) -> tuple[int, str]:
-    """The exit status and the stdout of a real command, in this process: a new one costs most of its time."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.raises(SystemExit) as left,
-    ):
-        analyzer([str(argument) for argument in arguments])
-    assert left.value.code in (0, 1), f"{err.getvalue()}{out.getvalue()}"
-    return int(left.value.code), out.getvalue()
-
-
-def asked(*arguments: object) -> tuple[int, dict[str, Any]]:
-    """The exit status and the answer of a command with `--format json`."""
-    code, said = told(*arguments)
-    return code, json.loads(said)
+def bare_variant(number: int) -> str:
+    """The variant that also runs without recording."""
+    return "good" if number in BARE_GOOD else "bad"
 
 
 def script(number: int) -> Path:
@@ -130,8 +110,8 @@ def number_of(item: pytest.Item) -> int | None:
     """The case that a test is about: `test_case_07_...`, or its parameter."""
     if found := re.match(r"test_case_(\d+)_", item.name):
         return int(found[1])
-    number: int | None = getattr(item, "callspec", None) and item.callspec.params.get("number")  # type: ignore[attr-defined]
-    return number
+    number = parameters_of(item).get("number")
+    return number if isinstance(number, int) else None
 
 
 @pytest.fixture(scope="module")
@@ -142,30 +122,26 @@ def case_of(
 
     The jobs of all tests to come are begun at once, two at a time; the one that is timed comes first, alone.
     """
-    items = [item for item in request.session.items if item.path == request.node.path]
-    numbers = dict.fromkeys(n for n in map(number_of, items) if n is not None)
+    numbers = dict.fromkeys(n for n in map(number_of, chosen_items(request)) if n is not None)
     place = tmp_path_factory.mktemp("cases")
-    pool = ThreadPoolExecutor(2)
-
-    jobs: dict[int, list[Future[list[str]]]] = {}
-    for number in sorted(numbers, key=lambda number: number != TIMED_CASE):
-        folder = place / f"{number:02}"
-        bare = "good" if number in BARE_GOOD else "bad"
-        for variant, recorded in (("good", folder / "good"), ("bad", folder / "bad"), (bare, None)):
-            job = pool.submit(run, number, variant, recorded)
-            jobs.setdefault(number, []).append(job)
-            if number == TIMED_CASE:
-                wait([job])
+    jobs = {
+        (number, kind): functools.partial(run, number, variant, recorded)
+        for number in numbers
+        for kind, variant, recorded in (
+            ("good", "good", place / f"{number:02}" / "good"),
+            ("bad", "bad", place / f"{number:02}" / "bad"),
+            ("bare", bare_variant(number), None),
+        )
+    }
+    ahead = Ahead(jobs, alone=[key for key in jobs if key[0] == TIMED_CASE])
 
     def case_of(number: int) -> Case:
-        lines = dict(
-            zip(("good", "bad", "bare"), (job.result() for job in jobs[number]), strict=True)
-        )
         folder = place / f"{number:02}"
-        return Case(number, folder / "good", folder / "bad", lines)
+        said = {kind: ahead[number, kind] for kind in ("good", "bad", "bare")}
+        return Case(number, folder / "good", folder / "bad", said)
 
     yield case_of
-    pool.shutdown(cancel_futures=True)
+    ahead.close()
 
 
 @pytest.fixture
@@ -194,7 +170,7 @@ def test_recording_changes_nothing_that_a_case_prints(
     case = case_of(number)
     said = [
         [re.sub(TIMED.get(number, "$^"), "", line) for line in lines]
-        for lines in (case.said[case.bare_variant], case.said["bare"])
+        for lines in (case.said[bare_variant(number)], case.said["bare"])
     ]
     assert said[0] == said[1]
     assert any(said[0])

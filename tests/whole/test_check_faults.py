@@ -5,16 +5,16 @@ Each job trains for four steps with several small buckets; the fault acts in ste
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.ahead import Ahead, chosen_items, parameters_of
+from support.commands import asked
 from support.launcher import run_job
 
 JOBS = Path(__file__).resolve().parents[1] / "support" / "jobs"
@@ -152,21 +152,41 @@ def record(folder: Path, fault: Fault, step: int) -> str:
 
 def check(run: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """Exit code and answer of the command."""
-    command = [sys.executable, "-m", "gradtrace_analyzer.cli", "check", "--format", "json"]
-    done = subprocess.run([*command, *options, str(run)], capture_output=True, text=True)
-    assert done.returncode in (0, 1), done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
+    code, answer = asked("check", "--format", "json", *options, run)
     print(answer["explanation"])
-    return done.returncode, answer
+    return code, answer
+
+
+@pytest.fixture(scope="module")
+def recorded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ahead[str, tuple[Path, str]]]:
+    """Run and output of each test's job, by the test's name."""
+    folder = tmp_path_factory.mktemp("faults")
+
+    def job(item: pytest.Item) -> tuple[Path, str]:
+        given = parameters_of(item)
+        kind = given.get("kind")
+        fault = given["fault"] if kind is None else IDLE[str(kind)]
+        assert isinstance(fault, Fault)
+        run = folder / item.name
+        return run, record(run, fault, NEVER if kind is not None else fault.step)
+
+    wanted = [i for i in chosen_items(request) if {"fault", "kind"} & parameters_of(i).keys()]
+    ahead = Ahead({item.name: functools.partial(job, item) for item in wanted})
+    yield ahead
+    ahead.close()
 
 
 @pytest.mark.parametrize(
     "fault",
     [pytest.param(f, id=named(f), marks=[pytest.mark.slow] if f.slow else []) for f in FAULTS],
 )
-def test_fault_is_found_and_explained(fault: Fault, tmp_path: Path) -> None:
-    printed = record(tmp_path / "run", fault, fault.step)
-    code, answer = check(tmp_path / "run")
+def test_fault_is_found_and_explained(
+    fault: Fault, recorded: Ahead[str, tuple[Path, str]], request: pytest.FixtureRequest
+) -> None:
+    run, printed = recorded[request.node.name]
+    code, answer = check(run)
     violations = answer["violations"]
     laws = [v["law"] for v in violations]
     assert laws in ([*fault.laws], [*fault.laws, *fault.may_follow])
@@ -198,9 +218,11 @@ IDLE = {fault.kind: fault for fault in FAULTS}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", IDLE)
-def test_same_job_without_its_fault_is_clean(kind: str, tmp_path: Path) -> None:
-    record(tmp_path / "run", IDLE[kind], NEVER)
-    code, answer = check(tmp_path / "run")
+def test_same_job_without_its_fault_is_clean(
+    kind: str, recorded: Ahead[str, tuple[Path, str]], request: pytest.FixtureRequest
+) -> None:
+    run, _ = recorded[request.node.name]
+    code, answer = check(run)
     assert (code, answer["verdict"], answer["violations"]) == (0, "clean", [])
     assert answer["judged"][MEAN] >= 4 and answer["judged"][PARAMETERS] > 0
 
