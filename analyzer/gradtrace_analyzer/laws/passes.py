@@ -171,7 +171,12 @@ def passes_match(evidence: Evidence) -> Findings:
         return Findings((), {}, {Law.PASSES_MATCH: evidence.lacking})
     counts = _COUNTS.format(column="backward_count")
     [(compared,)] = evidence.rows(f"SELECT count(*) FROM ({counts})")
-    violations = [v for column in _COUNTED for v in _uneven(evidence, column)]
+    violations = list(_uneven(evidence, "backward_count"))
+    told = {(v.group, v.step) for v in violations}
+    # A rank that made no backward pass left its forward without one: that is told once.
+    violations += [
+        v for v in _uneven(evidence, "abandoned_forwards") if (v.group, v.step) not in told
+    ]
     violations += _stopped_early(evidence)
     return outcome(Law.PASSES_MATCH, violations, compared, "no step was recorded on two ranks")
 
