@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,7 +115,7 @@ class Names:
                     return name
         parts: set[int] = set()
         if not self.is_settled:
-            held = {id(part) for part, _ in _walk(module)}
+            held = {id(part) for part, _ in walk(module)}
             parts = {index for index, root in self.roots() if id(root) in held}
         self._roots.append(weakref.ref(module))
         if len(self._roots) % _ROOTS_BETWEEN_CLEARINGS == 0:
@@ -147,7 +148,7 @@ class Names:
             return []
         fqns: dict[int, list[str]] = {}
         found: dict[int, tuple[str, torch.Tensor, nn.Module, str]] = {}
-        for module, fqn in _walk(root):
+        for module, fqn in walk(root):
             for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
                 for own, tensor in tensors.items():
                     if tensor is not None:
@@ -174,7 +175,7 @@ class Names:
         if place is None or module is None:
             return None
         held = module._parameters if place.name.kind == "parameter" else module._buffers
-        return place.name if held.get(place.own) is tensor else None
+        return place.name if _entry(held, place.own) is tensor else None
 
     def orphan(self, tensor: torch.Tensor, used_by: int) -> ParameterName | None:
         """The name of a parameter whose module is gone.
@@ -194,7 +195,7 @@ class Names:
         self._tensors = {k: p for k, p in self._tensors.items() if p.module() is not None}
 
     def _scan(self, root: nn.Module, index: int, parts: Container[int] = ()) -> None:
-        for module, fqn in _walk(root):
+        for module, fqn in walk(root):
             name = self.module(module)
             if name is None or name.root in parts or (name.root == index and name.fqn != fqn):
                 wraps = _inner_attribute(module) is not None
@@ -214,15 +215,30 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def holds_parameters(module: nn.Module) -> bool:
+    """Whether the module or one inside it has a parameter. Neither hashes nor compares modules, as
+    `module.parameters()` does: a class of the job's may allow neither."""
+    return any(
+        parameter is not None
+        for inner, _ in walk(module)
+        for parameter in inner._parameters.values()
+    )
+
+
+def _entry(held: Any, name: str) -> Any:
+    """What a module holds under a name, or None. A ScriptModule's tables have no `get`."""
+    return held[name] if name in held else None  # noqa: SIM401
+
+
 def _inner_attribute(module: nn.Module) -> str | None:
     for base in type(module).__mro__:
         attribute = _WRAPPER_ATTRIBUTES.get(base.__name__)
-        if attribute is not None and module._modules.get(attribute) is not None:
+        if attribute is not None and _entry(module._modules, attribute) is not None:
             return attribute
     return None
 
 
-def _walk(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def walk(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Every module once, parents first, with its FQN relative to the root."""
     seen: set[int] = set()
     waiting: list[tuple[nn.Module, str]] = [(root, "")]

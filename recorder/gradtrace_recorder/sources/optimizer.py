@@ -22,6 +22,7 @@ from gradtrace_recorder.sources.state import (
     record_gradients,
     record_parameters_after,
 )
+from gradtrace_recorder.summaries.summariser import unasked
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -96,7 +97,8 @@ class OptimizerSource:
             entered = timeline.now()
             outermost = not stack
             if outermost and timeline.is_begun and timeline.is_recorded:
-                self._record_seen(recording, optimizer)
+                with unasked():
+                    self._record_seen(recording, optimizer)
             started = timeline.now()
             stack.append((id(optimizer), started))
             timeline.totals.recorder_ns += started - entered
@@ -119,7 +121,8 @@ class OptimizerSource:
             timeline.totals.optimizer_ns += ended - started
             timeline.totals.skipped = timeline.totals.skipped or False
             if timeline.is_recorded and recording.settings.records_state:
-                record_parameters_after(recording, self._not_yet_after(recording, optimizer))
+                with unasked():
+                    record_parameters_after(recording, self._not_yet_after(recording, optimizer))
             timeline.totals.recorder_ns += timeline.now() - ended
             timeline.optimizer_stepped(inside_backward=inside_backward())
         except Exception as error:

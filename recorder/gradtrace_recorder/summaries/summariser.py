@@ -51,7 +51,7 @@ class Summariser:
             return self._unread(tensor, reason)
         try:
             with unseen():
-                if type(tensor) in _PLAIN and tensor.layout == torch.strided:
+                if _is_plain(tensor):
                     # Detached, and so without `no_grad`, which a signal handler of the job would see.
                     return self._strided(tensor)
             with unseen(), torch.no_grad():
@@ -181,6 +181,8 @@ def _unreadable(tensor: torch.Tensor) -> str | None:
         return "functorch wrapper"
     if is_lazy(tensor):
         return "not yet initialised"
+    if tensor.is_quantized:
+        return "quantized"
     if tensor.device.type != "cpu":
         # A device's values come with the device summaries: reading them here would synchronise.
         return f"on {tensor.device.type}"
@@ -189,9 +191,13 @@ def _unreadable(tensor: torch.Tensor) -> str | None:
         return "fake tensor"
     if torch._C._get_tracing_state() is not None:
         return "tracing"
-    if type(tensor) in _PLAIN and tensor.layout == torch.strided and _is_freed(tensor):
+    if _is_plain(tensor) and _is_freed(tensor):
         return "freed storage"
     return None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
@@ -215,7 +221,7 @@ def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
     if tensor.is_nested:
-        return [tensor.values()] if tensor.layout == torch.jagged else None
+        return [tensor.values()]
     if tensor.layout == torch.strided and not _overrides_dispatch(tensor):
         return [tensor.as_subclass(torch.Tensor)]
     return None
@@ -233,6 +239,9 @@ def _autocast_off() -> Any:
     finally:
         torch.set_autocast_enabled("cpu", True)
 
+
+# Inside it nothing that we read of a tensor is asked of the job's function modes and tensor subclasses.
+unasked = torch._C.DisableTorchFunction
 
 _NOTHING_ON = contextlib.nullcontext()
 
