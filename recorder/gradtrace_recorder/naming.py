@@ -101,7 +101,7 @@ class Names:
 
     def adopt(self, module: nn.Module, inside: int | None = None) -> ModuleName:
         """The place of a module called for the first time: in the root it is called in, if that holds it
-        by now (a module injected later), else as a root of its own.
+        by now (a module injected later), else as a root of its own. A wrapper takes the place of what it wraps.
 
         Before the first backward pass it takes over earlier roots that it holds: parts that were called alone
         while the model was built.
@@ -113,6 +113,12 @@ class Names:
                 name = self.module(module)
                 if name is not None:
                     return name
+        inner = unwrapped(module)
+        wrapped = self.module(inner) if inner is not module else None
+        if wrapped is not None:
+            name = ModuleName(module, wrapped.root, wrapped.fqn, wraps=True)
+            self._modules[id(module)] = self._by_hooks[name.hooks] = name
+            return name
         parts: set[int] = set()
         if not self.is_settled:
             held = {id(part) for part, _ in walk(module)}

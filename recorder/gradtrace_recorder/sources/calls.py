@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradtrace_recorder.attribution import Frame
 from gradtrace_recorder.dynamo import never_compiled
-from gradtrace_recorder.naming import ModuleName
+from gradtrace_recorder.naming import ModuleName, unwrapped
 from gradtrace_recorder.summaries.values import Packed
 
 if TYPE_CHECKING:
@@ -109,4 +109,26 @@ def _some_run(count: int) -> bool:
     return False
 
 
-never_compiled(Call, OpenCalls, OwnHooksDone, _idle, _some_run)
+def is_of_a_compiler(module: nn.Module) -> bool:
+    """Whether the module that is just being called is a graph that torch.compile made, and its backend runs as a
+    module (`aot_eager`, or one of the job's that returns the graph): a part of the compiled region, no module.
+
+    Source: torch/_dynamo/output_graph.py, `compile_and_call_fx_graph`; torch/fx/graph_module.py (2.13).
+    """
+    module = unwrapped(module)
+    if all(base.__name__ != "GraphModule" for base in type(module).__mro__):
+        return False
+    if "compile_subgraph_reason" in module.__dict__:
+        return True
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        of = frame.f_globals.get("__name__") or ""
+        if not of.startswith(("torch.nn.modules.", "torch.fx.", __package__.partition(".")[0])):
+            return bool(
+                of.startswith(("torch._dynamo.backends.", "torch._functorch.", "torch._inductor."))
+            )
+        frame = frame.f_back
+    return False
+
+
+never_compiled(Call, OpenCalls, OwnHooksDone, _idle, _some_run, is_of_a_compiler)

@@ -15,7 +15,7 @@ from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ModuleName, holds_parameters, unwrapped
 from gradtrace_recorder.recording import Gate, Recording
-from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone
+from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone, is_of_a_compiler
 from gradtrace_recorder.sources.ddp import DdpSource
 from gradtrace_recorder.sources.fsdp import FsdpSource
 from gradtrace_recorder.sources.groups import Groups
@@ -135,6 +135,8 @@ class ModuleSource:
         stack = local.stack
         name = recording.names.module(module)
         if name is None:
+            if is_of_a_compiler(module):
+                return
             around = stack[-1].name if stack else None
             name = recording.names.adopt(module, around.root if around is not None else None)
         if name.fqn_number < 0:
