@@ -17,6 +17,7 @@ from gradtrace_recorder.observers.python import Culprit, PassWatch, PythonObserv
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.sources.ddp import DdpSource
+from gradtrace_recorder.sources.dry_runs import is_dry_run
 from gradtrace_recorder.sources.modules import ModuleSource
 from gradtrace_recorder.sources.state import inside_backward, record_gradients
 from gradtrace_recorder.summaries.summariser import unasked, unseen
@@ -76,7 +77,7 @@ class EngineSource:
         try:
             with unasked():
                 recording = self._gate.enter()
-                if recording is not None and not _compiled_autograd():
+                if recording is not None and not _compiled_autograd() and not is_dry_run():
                     begun = self._begin(recording, args, kwargs)
         except Exception as error:
             self._guard.failed(error)

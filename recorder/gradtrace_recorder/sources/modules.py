@@ -17,6 +17,7 @@ from gradtrace_recorder.naming import ModuleName, holds_parameters, unwrapped
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone, is_of_a_compiler
 from gradtrace_recorder.sources.ddp import DdpSource
+from gradtrace_recorder.sources.dry_runs import is_dry_run
 from gradtrace_recorder.sources.fsdp import FsdpSource
 from gradtrace_recorder.sources.groups import Groups
 from gradtrace_recorder.sources.state import (
@@ -133,6 +134,8 @@ class ModuleSource:
         if local.forget_abandoned(entering=True):
             recording.attribution.lost(_get_sequence_nr())
         stack = local.stack
+        if not stack and is_dry_run():
+            return
         name = recording.names.module(module)
         if name is None:
             if is_of_a_compiler(module):
