@@ -204,3 +204,115 @@ def test_replicas_of_data_parallel_are_the_module_they_stand_for(tmp_path: Path)
     assert rows(tmp_path, "SELECT DISTINCT root FROM module_calls") == [(0,)]
     assert nodes(tmp_path, "TanhBackward0") == ["1"] * 5
     assert set(nodes(tmp_path, "AddmmBackward0")) == {"0"}
+
+
+def graph_itself(graph: Any, inputs: Any) -> Any:
+    """A backend as in torch's tutorial: it looks at the graph, and returns it."""
+    return graph
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", graph_itself], ids=["aot", "graph"])
+def test_graph_that_a_backend_calls_as_a_module_is_none(backend: Any, tmp_path: Path) -> None:
+    def make() -> Any:
+        torch._dynamo.reset()
+        return torch.compile(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), backend=backend)
+
+    def job(model: Any, watch: Any) -> None:
+        model(torch.ones(2, 3)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+
+    both(make, job, tmp_path, watched=False)
+    assert rows(tmp_path, "SELECT DISTINCT root, module_fqn, module_class FROM module_calls") == [
+        (0, "", "Sequential")
+    ]
+    found = set(nodes(tmp_path, "%Backward%", "root, module_fqn"))
+    assert found == {(0, ""), (None, None)}
+    assert nodes(tmp_path, "SumBackward0") == [None]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_script_modules_are_parts_like_others(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.Tanh()))
+        traced = torch.jit.trace(nn.Linear(4, 4), torch.ones(2, 4))
+        return nn.Sequential(scripted, nn.Sequential(nn.Sigmoid()), traced)
+
+    def job(model: Any, watch: Any) -> None:
+        for _ in range(4):  # the last ones run what the first ones were profiled for
+            model(torch.ones(2, 3)).sum().backward()
+
+    both(make, job, tmp_path, watched=False)
+    assert set(nodes(tmp_path, "SigmoidBackward0")) == {"1.0"}
+    assert set(nodes(tmp_path, "%Backward%")) == {None, "0", "1.0", "2"}
+    parameters = set(nodes(tmp_path, "AccumulateGrad", "parameter_fqn"))
+    assert {"0.0.weight", "0.0.bias"} <= parameters and None not in parameters
+
+
+class Cancelled(BaseException):
+    """What no hook sees: torch calls hooks of a call that failed for an `Exception` alone."""
+
+
+class Cancels(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise Cancelled
+
+
+def test_call_that_was_interrupted_takes_no_node_that_comes_later(tmp_path: Path) -> None:
+    def job(model: Any, watch: Any) -> None:
+        with pytest.raises(Cancelled):
+            model["cancelled"](torch.ones(2, 3))
+        alone = torch.ones(2, 3, requires_grad=True).exp()
+        (model["other"](torch.ones(2, 3)) * alone.sum()).sum().backward()
+        with pytest.raises(Cancelled):
+            model["cancelled"](torch.ones(2, 3))
+        torch.ones(2, 3, requires_grad=True).cos().sum().backward()
+
+    def make() -> nn.ModuleDict:
+        cancelled = nn.Sequential(nn.Linear(3, 3), Cancels())
+        cancelled[1].register_forward_hook(lambda *args: None)
+        return nn.ModuleDict({"cancelled": cancelled, "other": nn.Sequential(nn.Linear(3, 3))})
+
+    both(make, job, tmp_path, watched=False)
+    # Made when nobody could know that the call had ended: not told. Made since: no module's.
+    assert nodes(tmp_path, "ExpBackward0") == [None]
+    assert nodes(tmp_path, "CosBackward0") == [None]
+    assert nodes(tmp_path, "MulBackward0") == [None]
+    assert nodes(tmp_path, "AddmmBackward0", "root, module_fqn") == [(1, "0")]
+    assert rows(
+        tmp_path, "SELECT unattributed_count FROM backward_passes ORDER BY backward_index"
+    ) == [(1,), (2,)]  # exp; cos and the sum after it
+    assert rows(tmp_path, "SELECT root, module_fqn, depth FROM module_calls ORDER BY start_ns") == [
+        (0, "0", 1), (1, "", 0), (1, "0", 1), (0, "0", 1),
+    ]  # fmt: skip
+    assert rows(tmp_path, "SELECT root, name FROM inputs ORDER BY record_index") == [
+        (0, "input"), (1, "input"), (0, "input"),
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_shape_inference_of_a_pipeline_stage_is_no_call(tmp_path: Path) -> None:
+    from torch import distributed
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    def job(model: Any, watch: Any) -> Any:
+        stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+        schedule = ScheduleGPipe(
+            stage, 2, loss_fn=lambda out, target: (out - target).square().mean()
+        )
+        losses: list[torch.Tensor] = []
+        for _ in range(2):
+            schedule.step(torch.ones(4, 3), target=torch.zeros(4, 2), losses=losses)
+        return [loss.detach() for loss in losses]
+
+    store = vars(distributed)["HashStore"]()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        both(lambda: nn.Sequential(nn.Linear(3, 2), nn.Tanh()), job, tmp_path, watched=False)
+    finally:
+        distributed.destroy_process_group()
+    assert rows(tmp_path, "SELECT count(*) FROM module_calls WHERE module_fqn = ''") == [(4,)]
+    assert rows(tmp_path, "SELECT kind, count(*) FROM backward_passes GROUP BY 1") == [
+        ("backward", 4)
+    ]
+    assert rows(tmp_path, "SELECT abandoned_forwards FROM steps") == [(0,)]

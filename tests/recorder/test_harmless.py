@@ -9,12 +9,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from support.recorded import recording, rows
 
@@ -74,7 +75,7 @@ def test_odd_tensor_costs_its_summary_at_most(value: Any, tmp_path: Path) -> Non
         def forward(self, odd: Any) -> Any:
             return self.layer(torch.ones(2, 4))
 
-    with recording(tmp_path / "run", strict=False):
+    with recording(tmp_path / "run"):
         Takes()(value()).sum().backward()
     assert rows(tmp_path / "run", "SELECT problems FROM ranks") == [("[]",)]
     assert rows(tmp_path / "run", "SELECT count(*) FROM module_calls") == [(2,)]
@@ -314,3 +315,50 @@ def test_compiled_block_has_no_more_graph_breaks(tmp_path: Path) -> None:
         compiled: Any = torch.compile(net, backend="eager", fullgraph=True)
         F.mse_loss(compiled(torch.ones(2, 4)), torch.zeros(2, 3)).backward()
     assert not counters["graph_break"]
+
+
+class Asked(torch.Tensor):
+    """Keeps what it is asked."""
+
+    log: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        cls.log.append(function.__name__)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class Keeps(TorchFunctionMode):
+    """Keeps every function that is called on a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.log.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_tensor_classes_and_function_modes_of_the_job_are_asked_nothing(tmp_path: Path) -> None:
+    def job() -> Any:
+        net = small()
+        net[0].weight = nn.Parameter(net[0].weight.detach().as_subclass(Asked))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        Asked.log.clear()
+        with Keeps() as keeps:
+            out = net(torch.ones(2, 4).as_subclass(Asked))
+            out.sum().backward()
+        log = [*Asked.log]
+        optimizer.step()
+        return len(keeps.log), log, out.detach().as_subclass(torch.Tensor)
+
+    bare = job()
+    with recording(tmp_path / "run"):
+        seen = job()
+    assert seen[:2] == bare[:2] and torch.equal(seen[2], bare[2])
+    assert rows(tmp_path / "run", "SELECT unsummarised FROM ranks") == [("{}",)]

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from support.recorded import recording, rows
 from support.twice import both, nodes
+from support.watched import equal_bits
 
 # What torch's own modules for compiling do is not for the tests to judge.
 pytestmark = [
@@ -293,4 +294,74 @@ def test_wrapper_that_shards_leaves_no_trace_in_names(tmp_path: Path) -> None:
     assert sorted(nodes(tmp_path, "AddmmBackward0")) == ["0", "1.1"]
     assert rows(tmp_path, "SELECT DISTINCT module_fqn FROM module_calls ORDER BY 1") == [
         ("",), ("0",), ("1",), ("1.0",), ("1.1",),
+    ]  # fmt: skip
+
+
+class Forbidding(nn.Module):
+    """Of a class that forbids to be hashed, compared and judged, and to be asked for what it lacks; its own child."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        vars(self)["_modules"] |= {"me": self, "a b\n": nn.Sequential(nn.Tanh())}
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("compared")
+
+    def __bool__(self) -> bool:
+        raise AssertionError("judged")
+
+    def __len__(self) -> int:
+        raise AssertionError("measured")
+
+    def __getattr__(self, name: str) -> Any:
+        found = vars(self)["_modules"].get(name)
+        if found is None:
+            raise AssertionError(f"asked for {name}")
+        return found
+
+    def forward(self, x: torch.Tensor, again: bool = True) -> Any:
+        x = vars(self)["_modules"]["a b\n"](self.layer(x)).sigmoid()
+        return self.me(x, False) if again else x
+
+
+def test_modules_of_classes_that_forbid_all_that_can_be_forbidden(tmp_path: Path) -> None:
+    def run() -> Any:
+        torch.manual_seed(0)
+        net = Forbidding()
+        out = net(torch.ones(2, 4))
+        out.sum().backward()
+        return out.detach(), net.layer.weight.grad
+
+    bare = run()
+    with recording(tmp_path):
+        seen = run()
+    assert equal_bits(bare, seen)
+    calls = rows(
+        tmp_path, "SELECT module_fqn, call_index, depth FROM module_calls ORDER BY start_ns"
+    )
+    assert calls == [
+        ("", 0, 0), ("layer", 0, 1), ("a b\n", 0, 1), ("a b\n.0", 0, 2),
+        ("", 1, 1), ("layer", 1, 2), ("a b\n", 1, 2), ("a b\n.0", 1, 3),
+    ]  # fmt: skip
+    assert sorted(nodes(tmp_path, "SigmoidBackward0", "module_fqn, call_index")) == [
+        ("", 0),
+        ("", 1),
+    ]
+    assert set(nodes(tmp_path, "TanhBackward0")) == {"a b\n.0"}
+
+
+def test_wrapper_put_around_a_trained_model_takes_its_place(tmp_path: Path) -> None:
+    def job(model: Any, watch: Any) -> None:
+        model(torch.ones(2, 3)).sum().backward()
+        for wrapped in (nn.DataParallel(model), torch.compile(model[0], backend="eager")):
+            wrapped(torch.ones(2, 3)).sum().backward()
+
+    both(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh()), job, tmp_path, watched=False)
+    assert rows(tmp_path, "SELECT microbatch, root, module_fqn, call_index FROM module_calls "
+                "ORDER BY start_ns") == [
+        (0, 0, "", 0), (0, 0, "0", 0), (0, 0, "1", 0),
+        (1, 0, "", 0), (1, 0, "0", 0), (1, 0, "1", 0), (2, 0, "0", 0),
     ]  # fmt: skip
