@@ -356,7 +356,8 @@ def test_modules_of_classes_that_forbid_all_that_can_be_forbidden(tmp_path: Path
 def test_wrapper_put_around_a_trained_model_takes_its_place(tmp_path: Path) -> None:
     def job(model: Any, watch: Any) -> None:
         model(torch.ones(2, 3)).sum().backward()
-        for wrapped in (nn.DataParallel(model), torch.compile(model[0], backend="eager")):
+        wrappers: list[Any] = [nn.DataParallel(model), torch.compile(model[0], backend="eager")]
+        for wrapped in wrappers:
             wrapped(torch.ones(2, 3)).sum().backward()
 
     both(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh()), job, tmp_path, watched=False)
