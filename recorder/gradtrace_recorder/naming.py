@@ -85,6 +85,8 @@ class Names:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._tensors: dict[int, _Place] = {}
         self.is_settled = False
+        # Torch's own records of sharded parameters (FSDP2), which know the tensor that stands in for each.
+        self.sharded: list[weakref.ref[Any]] = []
 
     def module(self, module: nn.Module) -> ModuleName | None:
         """The module's place, None for one that no root is known to hold."""
@@ -193,6 +195,18 @@ class Names:
         if place is None or place.gone is None or place.gone[0] != threading.get_ident():
             return None
         return place.name if used_by < place.gone[1] else None
+
+    def stand_ins(self) -> dict[int, ParameterName]:
+        """By identity, the tensors that stand in for sharded parameters while they are gathered."""
+        found = {}
+        for ref in self.sharded:
+            record = ref()
+            tensor = getattr(record, "_unsharded_param", None)
+            if record is not None and tensor is not None:
+                place = self._tensors.get(id(record.sharded_param))
+                if place is not None and place.module() is not None:
+                    found[id(tensor)] = place.name
+        return found
 
     def _forget_the_dead(self) -> None:
         """A job that makes a model for every step must not fill our memory."""

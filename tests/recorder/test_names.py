@@ -270,31 +270,46 @@ def test_module_injected_later_moves_what_it_wraps(tmp_path: Path) -> None:
     )} == {"0.down.weight", "0.up.weight", "2.weight", "2.bias", "late.weight", "late.bias"}  # fmt: skip
 
 
+@pytest.mark.parametrize("generation", [1, 2], ids=["FSDP1", "FSDP2"])
 @pytest.mark.filterwarnings("ignore")
-def test_wrapper_that_shards_leaves_no_trace_in_names(tmp_path: Path) -> None:
+def test_sharding_leaves_no_trace_in_names(generation: int, tmp_path: Path) -> None:
     from torch import distributed
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    def make() -> Any:
+        net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 1)))
+        if generation == 2:
+            fully_shard(net[1])
+            fully_shard(net)
+            return net
+        net[1] = FullyShardedDataParallel(net[1], device_id=torch.device("cpu"))
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"))
+
+    def run() -> Any:
+        torch.manual_seed(0)
+        model = make()
+        for _ in range(2):
+            out = model(torch.ones(2, 3))
+            out.sum().backward()
+        return out.detach()
 
     store = vars(distributed)["HashStore"]()
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-
-        def make() -> Any:
-            net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 1)))
-            net[1] = FullyShardedDataParallel(net[1], device_id=torch.device("cpu"))
-            return FullyShardedDataParallel(net, device_id=torch.device("cpu"))
-
-        def job(model: Any, watch: Any) -> None:
-            model(torch.ones(2, 3)).sum().backward()
-
-        both(make, job, tmp_path, watched=False)
+        bare = run()
+        with recording(tmp_path):
+            assert equal_bits(bare, run())
     finally:
         distributed.destroy_process_group()
-    assert nodes(tmp_path, "TanhBackward0") == ["1.0"]
-    assert sorted(nodes(tmp_path, "AddmmBackward0")) == ["0", "1.1"]
+    assert nodes(tmp_path, "TanhBackward0") == ["1.0"] * 2
+    assert sorted(nodes(tmp_path, "AddmmBackward0")) == ["0", "0", "1.1", "1.1"]
     assert rows(tmp_path, "SELECT DISTINCT module_fqn FROM module_calls ORDER BY 1") == [
         ("",), ("0",), ("1",), ("1.0",), ("1.1",),
     ]  # fmt: skip
+    if generation == 2:  # the other accumulates into one flat parameter
+        assert sorted(nodes(tmp_path, "AccumulateGrad", "parameter_fqn")) == [
+            "0.bias", "0.bias", "0.weight", "0.weight", "1.1.bias", "1.1.bias", "1.1.weight", "1.1.weight",
+        ]  # fmt: skip
 
 
 class Forbidding(nn.Module):

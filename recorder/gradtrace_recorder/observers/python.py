@@ -106,9 +106,9 @@ class PassWatch:
         self.task: int | None = None
         self.running: dict[int, NodeHooks] = {}
         self._handles: list[RemovableHandle] = []
-        self._hooked_leaves: list[
-            torch.Tensor
-        ] = []  # as long as the graph holds them too: one pass
+        self._stand_ins: dict[int, ParameterName] = {}
+        # As long as the graph holds them too: one pass.
+        self._hooked_leaves: list[torch.Tensor] = []
 
     def attach(self, roots: Sequence[Any]) -> None:
         """Walk the graph (no recursion) and hook its Nodes."""
@@ -125,6 +125,7 @@ class PassWatch:
         nodes, leaves = _reachable(roots)
         is_long = len(nodes) > _most_in_a_row()
         self.node_count = len(nodes) + len(leaves)
+        self._stand_ins = recording.names.stand_ins()
         for leaf, number in leaves if self.accumulates else ():  # autograd.grad never runs them
             self._attach_leaf(leaf, number, whole)
         if is_long:
@@ -192,15 +193,17 @@ class PassWatch:
         named = names.tensor(variable)
         if named is None and self.recording.attribution.is_of_one_thread:
             named = names.orphan(variable, used_by)
-        if named is not None:
-            module_fqn = named.fqn.rpartition(".")[0]
+        # A parameter gathered from its shards has a gradient that is yet to be reduced: its Node alone is named.
+        shown = named or self._stand_ins.get(id(variable))
+        if shown is not None:
+            module_fqn = shown.fqn.rpartition(".")[0]
             if not self.recording.settings.wants_module(module_fqn):
                 return
         hooks = NodeHooks(
             self, self.recording.journal.string("AccumulateGrad"), _NO_SEQUENCE_NUMBER, None, 0
         )
-        if named is not None:
-            hooks.set_parameter(named)
+        if shown is not None:
+            hooks.set_parameter(shown)
         # A leaf may have been frozen after the forward: it takes no hook then.
         is_asked = self.gradient_ready is not None or not self.recording.summariser.off
         if named is not None and variable.requires_grad and is_asked:

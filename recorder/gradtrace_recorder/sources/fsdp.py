@@ -60,6 +60,7 @@ class FsdpSource:
                 if hasattr(type(module), "set_custom_reduce_scatter"):
                     for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
                         self._place(module, group, index)
+                        recording.names.sharded += map(weakref.ref, group.fsdp_params)
                         index += 1
         except Exception as error:
             self._guard.failed(error)
