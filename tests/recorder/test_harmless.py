@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections.abc
 import copy
+import dataclasses
 import io
 import os
 import subprocess
@@ -153,17 +155,29 @@ def test_recursive_module_with_a_hook_of_the_job(tmp_path: Path) -> None:
     assert not seen._forward_hooks
 
 
+class Snapshot:
+    """A hook of the job's that copies and saves its module."""
+
+    copies: ClassVar[list[Any]] = []
+    files: ClassVar[list[bytes]] = []
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.copies.append(copy.deepcopy(module))
+        saved = io.BytesIO()
+        torch.save(module, saved)
+        self.files.append(saved.getvalue())
+
+
 def test_module_is_copied_and_saved_inside_its_own_hook(tmp_path: Path) -> None:
-    net, copies = small(), list[Any]()
-
-    def snapshot(module: nn.Module, args: Any, output: Any) -> None:
-        copies.append(copy.deepcopy(module))
-        torch.save(module.state_dict(), io.BytesIO())
-
-    net[0].register_forward_hook(snapshot)
+    net, copies, files = small(), Snapshot.copies, Snapshot.files
+    net[0].register_forward_hook(Snapshot())
     with recording(tmp_path / "run"):
         net(torch.ones(2, 4)).sum().backward()
         copies[0](torch.ones(2, 4)).sum().backward()
+        loaded = torch.load(io.BytesIO(files[0]), weights_only=False)
+        loaded(torch.ones(2, 4)).sum().backward()
+    # A file that the job saves loads where we are not installed.
+    assert len(loaded._forward_hooks) == 2 and b"gradtrace" not in files[0]
 
 
 def test_parameters_may_be_swapped(tmp_path: Path) -> None:
@@ -287,6 +301,44 @@ def test_pass_over_a_shared_graph_from_a_hook_of_its_root(tmp_path: Path) -> Non
     assert rows(
         tmp_path / "run", "SELECT backward_index, count(*) FROM gradients GROUP BY 1 ORDER BY 1"
     ) == [(0, 4), (1, 2)]
+
+
+@dataclasses.dataclass
+class Lazy:
+    """A property under the name of a field, as libraries make them that load what is asked for."""
+
+    x: torch.Tensor
+    later: Any = None
+
+
+Lazy.later = property(lambda self: 1 / 0)
+
+
+class Refuses(collections.abc.Mapping[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        raise OSError
+
+    def __iter__(self) -> Any:
+        return iter("ab")
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_arguments_that_refuse_to_be_looked_at_hold_nothing_for_us(tmp_path: Path) -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, lazy: Any, refuses: Any, rest: Any) -> Any:
+            return self.layer(lazy.x + next(rest))
+
+    lazy = Lazy.__new__(Lazy)
+    lazy.x = torch.ones(2, 4)
+    with recording(tmp_path / "run"):
+        Takes()(lazy, Refuses(), iter([1])).sum().backward()
+    assert rows(tmp_path / "run", "SELECT name FROM inputs") == [("lazy.x",)]
 
 
 def test_long_list_of_numbers_is_not_walked(tmp_path: Path) -> None:

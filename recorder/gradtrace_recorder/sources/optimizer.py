@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import threading
 import weakref
 from typing import Any
@@ -91,8 +92,8 @@ class OptimizerSource:
             if recording is None:
                 return
             stack = self._local.stack
-            if stack and stack[0][0] == id(optimizer):
-                stack.clear()  # its last step raised, and no hook told us
+            if stack and not _is_inside_another():
+                stack.clear()  # an earlier step raised, and no hook told us
             timeline = recording.timeline
             entered = timeline.now()
             outermost = not stack
@@ -186,6 +187,20 @@ class OptimizerSource:
         return known[1]
 
 
+def _is_inside_another() -> bool:
+    """Whether the step that is just beginning is made by another optimizer's step, or by its closure.
+
+    Source: torch/optim/optimizer.py, `Optimizer.profile_hook_step` (2.13): its wrapper calls the hooks.
+    """
+    frame: Any = sys._getframe(1)
+    running = 0
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_globals is vars(torch_optimizer):
+            running += 1
+        frame = frame.f_back
+    return running > 1
+
+
 def _named(recording: Recording, optimizer: Optimizer) -> list[tuple[ParameterName, torch.Tensor]]:
     found = []
     for group in optimizer.param_groups:
@@ -217,4 +232,4 @@ def _hyperparameters(group: dict[str, Any]) -> str:
     return json.dumps({k: plain(v) for k, v in sorted(group.items()) if k not in ("params", "lr")})
 
 
-never_compiled(OptimizerSource)
+never_compiled(OptimizerSource, _is_inside_another)
