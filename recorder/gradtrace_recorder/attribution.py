@@ -50,6 +50,9 @@ class Frame:
         self.wanted = wanted
 
 
+# Stands for the call of Nodes of which it is not known who made them.
+_UNKNOWN = Frame(-1, "", -1, -1, None, True)
+
 # Boundaries kept: the graphs of the last steps. Far more than a step has calls, and bounded.
 _MOST_BOUNDARIES = 400_000
 # Nodes that one call on another thread tags at most: Python's view of a longer chain must not be freed in one go.
@@ -101,6 +104,14 @@ class Attribution:
                 frame = running.frame
         self._mark(ident, number, frame)
 
+    def lost(self, number: int) -> None:
+        """The calls that the calling thread was in have ended unseen: who made the Nodes since its last boundary
+        cannot be told, and from this number on they belong to no module."""
+        thread = self._threads.get(threading.get_ident())
+        if thread is not None:
+            thread.frames[-1] = _UNKNOWN
+        self.mark(number, None)
+
     def node_begins(self, number: int, frame: Frame) -> None:
         """The calling thread runs a Node of that call, which may make others: they belong to the call too."""
         self._running.setdefault(threading.get_ident(), []).append(_Running(number, frame))
@@ -149,7 +160,7 @@ class Attribution:
         thread = self._threads.get(threading.get_ident())
         if thread is None or number < thread.first_known:
             return None, False
-        return thread.frame_at(number), True
+        return _known(thread.frame_at(number))
 
     @property
     def is_of_one_thread(self) -> bool:
@@ -193,7 +204,7 @@ class Attribution:
         it. What another thread than the first made inside a module is tagged, if its outputs lead to it."""
         tag = node.metadata.get(_TAG)
         if tag is not None and tag[0] is self._mine:
-            return tag[1], True
+            return _known(tag[1])
         ident = threading.get_ident()
         candidates: set[Frame | None] = set()
         try:
@@ -206,7 +217,7 @@ class Attribution:
                     candidates.add(frame)
         except IndexError:  # another thread is just dropping what it knew
             return None, False
-        return (candidates.pop(), True) if len(candidates) == 1 else (None, False)
+        return _known(candidates.pop()) if len(candidates) == 1 else (None, False)
 
     def _mark(self, ident: int, number: int, frame: Frame | None) -> None:
         thread = self._threads.get(ident)
@@ -230,3 +241,7 @@ class Attribution:
             half = _MOST_BOUNDARIES // 2
             del numbers[:half], thread.frames[:half]
             thread.first_known = numbers[0]
+
+
+def _known(frame: Frame | None) -> tuple[Frame | None, bool]:
+    return (None, False) if frame is _UNKNOWN else (frame, True)

@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+# Arrow would import it with the first part, on our thread (40 ms): so many objects set off Python's collector there,
+# and with it finalizers of the job's that expect another thread. Only when it is loaded at the start are they rare.
+import pyarrow.compute  # noqa: F401
+
 from gradtrace_recorder.claim import Claim
 from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.journal import JournalWriter

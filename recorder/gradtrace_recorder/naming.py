@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -84,6 +85,8 @@ class Names:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._tensors: dict[int, _Place] = {}
         self.is_settled = False
+        # Torch's own records of sharded parameters (FSDP2), which know the tensor that stands in for each.
+        self.sharded: list[weakref.ref[Any]] = []
 
     def module(self, module: nn.Module) -> ModuleName | None:
         """The module's place, None for one that no root is known to hold."""
@@ -100,7 +103,7 @@ class Names:
 
     def adopt(self, module: nn.Module, inside: int | None = None) -> ModuleName:
         """The place of a module called for the first time: in the root it is called in, if that holds it
-        by now (a module injected later), else as a root of its own.
+        by now (a module injected later), else as a root of its own. A wrapper takes the place of what it wraps.
 
         Before the first backward pass it takes over earlier roots that it holds: parts that were called alone
         while the model was built.
@@ -112,9 +115,15 @@ class Names:
                 name = self.module(module)
                 if name is not None:
                     return name
+        inner = unwrapped(module)
+        wrapped = self.module(inner) if inner is not module else None
+        if wrapped is not None:
+            name = ModuleName(module, wrapped.root, wrapped.fqn, wraps=True)
+            self._modules[id(module)] = self._by_hooks[name.hooks] = name
+            return name
         parts: set[int] = set()
         if not self.is_settled:
-            held = {id(part) for part, _ in _walk(module)}
+            held = {id(part) for part, _ in walk(module)}
             parts = {index for index, root in self.roots() if id(root) in held}
         self._roots.append(weakref.ref(module))
         if len(self._roots) % _ROOTS_BETWEEN_CLEARINGS == 0:
@@ -147,7 +156,7 @@ class Names:
             return []
         fqns: dict[int, list[str]] = {}
         found: dict[int, tuple[str, torch.Tensor, nn.Module, str]] = {}
-        for module, fqn in _walk(root):
+        for module, fqn in walk(root):
             for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
                 for own, tensor in tensors.items():
                     if tensor is not None:
@@ -174,7 +183,7 @@ class Names:
         if place is None or module is None:
             return None
         held = module._parameters if place.name.kind == "parameter" else module._buffers
-        return place.name if held.get(place.own) is tensor else None
+        return place.name if _entry(held, place.own) is tensor else None
 
     def orphan(self, tensor: torch.Tensor, used_by: int) -> ParameterName | None:
         """The name of a parameter whose module is gone.
@@ -187,6 +196,18 @@ class Names:
             return None
         return place.name if used_by < place.gone[1] else None
 
+    def stand_ins(self) -> dict[int, ParameterName]:
+        """By identity, the tensors that stand in for sharded parameters while they are gathered."""
+        found = {}
+        for ref in self.sharded:
+            record = ref()
+            tensor = getattr(record, "_unsharded_param", None)
+            if record is not None and tensor is not None:
+                place = self._tensors.get(id(record.sharded_param))
+                if place is not None and place.module() is not None:
+                    found[id(tensor)] = place.name
+        return found
+
     def _forget_the_dead(self) -> None:
         """A job that makes a model for every step must not fill our memory."""
         self._modules = {k: name for k, name in self._modules.items() if name.ref() is not None}
@@ -194,7 +215,7 @@ class Names:
         self._tensors = {k: p for k, p in self._tensors.items() if p.module() is not None}
 
     def _scan(self, root: nn.Module, index: int, parts: Container[int] = ()) -> None:
-        for module, fqn in _walk(root):
+        for module, fqn in walk(root):
             name = self.module(module)
             if name is None or name.root in parts or (name.root == index and name.fqn != fqn):
                 wraps = _inner_attribute(module) is not None
@@ -214,15 +235,30 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def holds_parameters(module: nn.Module) -> bool:
+    """Whether the module or one inside it has a parameter. Neither hashes nor compares modules, as
+    `module.parameters()` does: a class of the job's may allow neither."""
+    return any(
+        parameter is not None
+        for inner, _ in walk(module)
+        for parameter in inner._parameters.values()
+    )
+
+
+def _entry(held: Any, name: str) -> Any:
+    """What a module holds under a name, or None. A ScriptModule's tables have no `get`."""
+    return held[name] if name in held else None  # noqa: SIM401
+
+
 def _inner_attribute(module: nn.Module) -> str | None:
     for base in type(module).__mro__:
         attribute = _WRAPPER_ATTRIBUTES.get(base.__name__)
-        if attribute is not None and module._modules.get(attribute) is not None:
+        if attribute is not None and _entry(module._modules, attribute) is not None:
             return attribute
     return None
 
 
-def _walk(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def walk(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Every module once, parents first, with its FQN relative to the root."""
     seen: set[int] = set()
     waiting: list[tuple[nn.Module, str]] = [(root, "")]

@@ -37,7 +37,7 @@ class Session:
         fsdp = FsdpSource(self.gate, Guard("FSDP source", self.problems), ddp)
         self.modules = ModuleSource(self.gate, Guard("module source", self.problems), ddp, fsdp)
         self.optimizers = OptimizerSource(self.gate, Guard("optimizer source", self.problems))
-        engine = EngineSource(self.gate, Guard("backward source", self.problems), ddp)
+        engine = EngineSource(self.gate, Guard("backward source", self.problems), ddp, self.modules)
         self._sources = (ddp, fsdp, self.modules, engine, self.optimizers)
         self._live: _Live | None = None
         self._pid = os.getpid()

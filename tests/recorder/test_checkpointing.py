@@ -289,3 +289,34 @@ def test_failure_inside_a_reentrant_checkpoint_leaves_later_code_alone(tmp_path:
         (0, "CheckpointFunctionBackward", ""),
         (1, "FailsBackward", ""),
     ]
+
+
+class Deep(nn.Module):
+    """A reentrant checkpoint in a reentrant checkpoint and so on."""
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.inner = Deep(levels - 1) if levels > 1 else None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.layer(x).sin()
+        return x if self.inner is None else checkpoint(self.inner, x, use_reentrant=True)
+
+
+def test_nested_passes_that_torch_moves_to_another_thread_are_inside_the_right_one(
+    tmp_path: Path,
+) -> None:
+    levels = 65  # more than torch nests on one thread (60)
+
+    def job(model: Any) -> None:
+        model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+
+    both(lambda: Deep(levels), job, tmp_path)
+    parents = rows(
+        tmp_path, "SELECT backward_index, parent_backward_index FROM backward_passes ORDER BY 1"
+    )
+    assert parents == [(0, None), *((i, i - 1) for i in range(1, levels))]
+    assert rows(tmp_path, "SELECT count(DISTINCT thread) FROM node_events") == [(2,)]
+    made = rows(tmp_path, "SELECT module_fqn FROM node_events WHERE node_name = 'SinBackward0'")
+    assert {fqn for (fqn,) in made} == {".".join(["inner"] * level) for level in range(levels)}

@@ -55,10 +55,7 @@ def test_profiler_of_the_job_sees_its_own_operations_alone(tmp_path: Path) -> No
             activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
         ) as profile:
             net(torch.ones(2, 4)).sum().backward()
-        names = [event.name for event in profile.events()]
-        return gradients(net), [
-            n for n in names if n.startswith("autograd::engine") or "Linear" in n
-        ]
+        return gradients(net), [event.name for event in profile.events()]
 
     _, nodes = both(job, tmp_path)
     assert len(nodes) > 5

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import collections.abc
 import copy
+import dataclasses
 import io
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from support.recorded import recording, rows
 
@@ -74,7 +77,7 @@ def test_odd_tensor_costs_its_summary_at_most(value: Any, tmp_path: Path) -> Non
         def forward(self, odd: Any) -> Any:
             return self.layer(torch.ones(2, 4))
 
-    with recording(tmp_path / "run", strict=False):
+    with recording(tmp_path / "run"):
         Takes()(value()).sum().backward()
     assert rows(tmp_path / "run", "SELECT problems FROM ranks") == [("[]",)]
     assert rows(tmp_path / "run", "SELECT count(*) FROM module_calls") == [(2,)]
@@ -152,17 +155,29 @@ def test_recursive_module_with_a_hook_of_the_job(tmp_path: Path) -> None:
     assert not seen._forward_hooks
 
 
+class Snapshot:
+    """A hook of the job's that copies and saves its module."""
+
+    copies: ClassVar[list[Any]] = []
+    files: ClassVar[list[bytes]] = []
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.copies.append(copy.deepcopy(module))
+        saved = io.BytesIO()
+        torch.save(module, saved)
+        self.files.append(saved.getvalue())
+
+
 def test_module_is_copied_and_saved_inside_its_own_hook(tmp_path: Path) -> None:
-    net, copies = small(), list[Any]()
-
-    def snapshot(module: nn.Module, args: Any, output: Any) -> None:
-        copies.append(copy.deepcopy(module))
-        torch.save(module.state_dict(), io.BytesIO())
-
-    net[0].register_forward_hook(snapshot)
+    net, copies, files = small(), Snapshot.copies, Snapshot.files
+    net[0].register_forward_hook(Snapshot())
     with recording(tmp_path / "run"):
         net(torch.ones(2, 4)).sum().backward()
         copies[0](torch.ones(2, 4)).sum().backward()
+        loaded = torch.load(io.BytesIO(files[0]), weights_only=False)
+        loaded(torch.ones(2, 4)).sum().backward()
+    # A file that the job saves loads where we are not installed.
+    assert len(loaded._forward_hooks) == 2 and b"gradtrace" not in files[0]
 
 
 def test_parameters_may_be_swapped(tmp_path: Path) -> None:
@@ -288,6 +303,44 @@ def test_pass_over_a_shared_graph_from_a_hook_of_its_root(tmp_path: Path) -> Non
     ) == [(0, 4), (1, 2)]
 
 
+@dataclasses.dataclass
+class Lazy:
+    """A property under the name of a field, as libraries make them that load what is asked for."""
+
+    x: torch.Tensor
+    later: Any = None
+
+
+Lazy.later = property(lambda self: 1 / 0)
+
+
+class Refuses(collections.abc.Mapping[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        raise OSError
+
+    def __iter__(self) -> Any:
+        return iter("ab")
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_arguments_that_refuse_to_be_looked_at_hold_nothing_for_us(tmp_path: Path) -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, lazy: Any, refuses: Any, rest: Any) -> Any:
+            return self.layer(lazy.x + next(rest))
+
+    lazy = Lazy.__new__(Lazy)
+    lazy.x = torch.ones(2, 4)
+    with recording(tmp_path / "run"):
+        Takes()(lazy, Refuses(), iter([1])).sum().backward()
+    assert rows(tmp_path / "run", "SELECT name FROM inputs") == [("lazy.x",)]
+
+
 def test_long_list_of_numbers_is_not_walked(tmp_path: Path) -> None:
     class Takes(nn.Module):
         def __init__(self) -> None:
@@ -314,3 +367,67 @@ def test_compiled_block_has_no_more_graph_breaks(tmp_path: Path) -> None:
         compiled: Any = torch.compile(net, backend="eager", fullgraph=True)
         F.mse_loss(compiled(torch.ones(2, 4)), torch.zeros(2, 3)).backward()
     assert not counters["graph_break"]
+
+
+class Asked(torch.Tensor):
+    """Keeps what it is asked."""
+
+    asked: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        cls.asked.append(function.__name__)
+        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+class Keeps(TorchFunctionMode):
+    """Keeps every function that is called on a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.log.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_tensor_classes_and_function_modes_of_the_job_are_asked_nothing(tmp_path: Path) -> None:
+    def job() -> Any:
+        net = small()
+        net[0].weight = nn.Parameter(net[0].weight.detach().as_subclass(Asked))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        Asked.asked.clear()
+        with Keeps() as keeps:
+            out = net(torch.ones(2, 4).as_subclass(Asked))
+            out.sum().backward()
+        log = [*Asked.asked]
+        optimizer.step()
+        return len(keeps.log), log, out.detach().as_subclass(torch.Tensor)
+
+    bare = job()
+    with recording(tmp_path / "run"):
+        seen = job()
+    assert seen[:2] == bare[:2] and torch.equal(seen[2], bare[2])
+    assert rows(tmp_path / "run", "SELECT unsummarised FROM ranks") == [("{}",)]
+
+
+LOADED = """
+import sys, torch
+net = torch.nn.Linear(2, 2)
+net(torch.ones(1, 2))
+loaded = set(sys.modules)
+net(torch.ones(1, 2)).sum().backward()
+import gradtrace_recorder
+gradtrace_recorder.stop()
+print(sorted(set(sys.modules) - loaded))
+"""
+
+
+def test_nothing_is_imported_on_our_thread(tmp_path: Path) -> None:
+    """An import makes so many objects that Python's collector would run finalizers of the job's there."""
+    assert run(LOADED, tmp_path / "run").stdout == "[]\n"

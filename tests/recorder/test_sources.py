@@ -93,6 +93,24 @@ def test_step_that_the_scaler_skips_is_a_step(tmp_path: Path) -> None:
     assert [step for step, _ in skipped] == [0, 1, 2] and skipped[0] == (0, True)
 
 
+def test_step_that_raised_hides_no_step_of_another_optimizer(tmp_path: Path) -> None:
+    net = small()
+    first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
+
+    def closure() -> float:
+        raise ValueError
+
+    with recording(tmp_path / "run"):
+        net(torch.randn(5, 3)).sum().backward()
+        with pytest.raises(ValueError):
+            first.step(closure)
+        for _ in range(2):
+            net(torch.randn(5, 3)).sum().backward()
+            second.step()
+    steps = rows(tmp_path / "run", "SELECT step, backward_count FROM steps ORDER BY 1")
+    assert steps == [(0, 2), (1, 1)]
+
+
 def test_abandoned_forward_is_counted(tmp_path: Path) -> None:
     net = small()
     with recording(tmp_path / "run"):

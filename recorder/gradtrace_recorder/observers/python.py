@@ -27,7 +27,7 @@ from gradtrace_recorder.observers.release import release_in_pieces, release_wait
 from gradtrace_recorder.recording import Recording
 from gradtrace_recorder.rows import NODE_EVENTS
 from gradtrace_recorder.summaries.handed_on import Gradients, handed_on, memory_address
-from gradtrace_recorder.summaries.summariser import Summariser, shape_fields
+from gradtrace_recorder.summaries.summariser import Summariser, shape_fields, unasked
 from gradtrace_recorder.summaries.values import FINGERPRINT, NOTHING, Packed, as_bytes, combined
 from gradtrace_schemas.journal import KINDS, NULL_BOOL, NULL_INT32, NULL_INT64, NULL_STRING
 
@@ -106,9 +106,9 @@ class PassWatch:
         self.task: int | None = None
         self.running: dict[int, NodeHooks] = {}
         self._handles: list[RemovableHandle] = []
-        self._hooked_leaves: list[
-            torch.Tensor
-        ] = []  # as long as the graph holds them too: one pass
+        self._stand_ins: dict[int, ParameterName] = {}
+        # As long as the graph holds them too: one pass.
+        self._hooked_leaves: list[torch.Tensor] = []
 
     def attach(self, roots: Sequence[Any]) -> None:
         """Walk the graph (no recursion) and hook its Nodes."""
@@ -125,6 +125,7 @@ class PassWatch:
         nodes, leaves = _reachable(roots)
         is_long = len(nodes) > _most_in_a_row()
         self.node_count = len(nodes) + len(leaves)
+        self._stand_ins = recording.names.stand_ins()
         for leaf, number in leaves if self.accumulates else ():  # autograd.grad never runs them
             self._attach_leaf(leaf, number, whole)
         if is_long:
@@ -192,15 +193,17 @@ class PassWatch:
         named = names.tensor(variable)
         if named is None and self.recording.attribution.is_of_one_thread:
             named = names.orphan(variable, used_by)
-        if named is not None:
-            module_fqn = named.fqn.rpartition(".")[0]
+        # A parameter gathered from its shards has a gradient that is yet to be reduced: its Node alone is named.
+        shown = named or self._stand_ins.get(id(variable))
+        if shown is not None:
+            module_fqn = shown.fqn.rpartition(".")[0]
             if not self.recording.settings.wants_module(module_fqn):
                 return
         hooks = NodeHooks(
             self, self.recording.journal.string("AccumulateGrad"), _NO_SEQUENCE_NUMBER, None, 0
         )
-        if named is not None:
-            hooks.set_parameter(named)
+        if shown is not None:
+            hooks.set_parameter(shown)
         # A leaf may have been frozen after the forward: it takes no hook then.
         is_asked = self.gradient_ready is not None or not self.recording.summariser.off
         if named is not None and variable.requires_grad and is_asked:
@@ -288,7 +291,8 @@ class NodeHooks:
             self.thread = _get_ident()
             frame = self.frame
             if self.python_defined:
-                self.mutable_before = _all_of(watch.recording.summariser, grad_outputs)
+                with unasked():
+                    self.mutable_before = _all_of(watch.recording.summariser, grad_outputs)
             if (self.python_defined or torch.is_grad_enabled()) and self.makes_nodes:
                 # Reentrant checkpointing switches gradients on inside; create_graph has them on.
                 watch.recording.attribution.node_begins(_get_sequence_nr(), frame)
@@ -324,10 +328,11 @@ class NodeHooks:
             end = _clock() - watch.zero_ns
             del watch.running[self.index]
             watch.pop_running(self.thread)
-            if self.is_maker:
-                self._end_making(grad_inputs, grad_outputs)
-            # What the hook after accumulation took is ours, not the Node's.
-            self._record(end - self.own_ns, grad_inputs, grad_outputs)
+            with unasked():
+                if self.is_maker:
+                    self._end_making(grad_inputs, grad_outputs)
+                # What the hook after accumulation took is ours, not the Node's.
+                self._record(end - self.own_ns, grad_inputs, grad_outputs)
             self.own_ns = 0
             watch.totals.recorder_ns += _clock() - watch.zero_ns - end
         except Exception as error:
@@ -348,27 +353,31 @@ class NodeHooks:
         if not watch.guard.is_open or self.parameter is None:
             return
         try:
-            if _graph_task() != watch.task:
-                return
-            gradient = parameter.grad
-            if gradient is None:
-                return
-            recording = watch.recording
-            entered = recording.timeline.now()
-            if watch.gradient_ready is not None:
-                watch.gradient_ready(parameter, entered)
-            if recording.summariser.off:
-                return
-            summary = recording.summariser.of(gradient)
-            if summary is not None and type(gradient) is torch.Tensor:
-                self.local = (gradient.stride(), memory_address(gradient), summary)
-            recording.rows.gradient(
-                self.parameter, "local", watch.backward_index, watch.microbatch, gradient, summary
-            )
-            self.own_ns = recording.timeline.now() - entered
-            recording.timeline.totals.recorder_ns += self.own_ns
+            if _graph_task() == watch.task:
+                with unasked():
+                    self._record_local(parameter, self.parameter)
         except Exception as error:
             watch.guard.failed(error)
+
+    def _record_local(self, parameter: torch.Tensor, named: ParameterName) -> None:
+        watch = self.watch
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        recording = watch.recording
+        entered = recording.timeline.now()
+        if watch.gradient_ready is not None:
+            watch.gradient_ready(parameter, entered)
+        if recording.summariser.off:
+            return
+        summary = recording.summariser.of(gradient)
+        if summary is not None and type(gradient) is torch.Tensor:
+            self.local = (gradient.stride(), memory_address(gradient), summary)
+        recording.rows.gradient(
+            named, "local", watch.backward_index, watch.microbatch, gradient, summary
+        )
+        self.own_ns = recording.timeline.now() - entered
+        recording.timeline.totals.recorder_ns += self.own_ns
 
     def write(
         self,

@@ -17,8 +17,10 @@ from gradtrace_recorder.observers.python import Culprit, PassWatch, PythonObserv
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.sources.ddp import DdpSource
+from gradtrace_recorder.sources.dry_runs import is_dry_run
+from gradtrace_recorder.sources.modules import ModuleSource
 from gradtrace_recorder.sources.state import inside_backward, record_gradients
-from gradtrace_recorder.summaries.summariser import unseen
+from gradtrace_recorder.summaries.summariser import unasked, unseen
 
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
@@ -35,14 +37,16 @@ class EngineSource:
     That sees calls that go past `torch.autograd.backward` too. Each call gets one observer's watch.
     """
 
-    def __init__(self, gate: Gate, guard: Guard, ddp: DdpSource) -> None:
+    def __init__(self, gate: Gate, guard: Guard, ddp: DdpSource, modules: ModuleSource) -> None:
         self._gate = gate
         self._guard = guard
         self._ddp = ddp
+        self._modules = modules
         self._observer = PythonObserver(guard)
         self._local = _ThreadState()
         self._original: Any = None
         self._carried_at: int | None = None
+        self._open: dict[int, _OpenPass] = {}  # of all threads
 
     def attach(self) -> None:
         """Take the engine's place."""
@@ -71,9 +75,10 @@ class EngineSource:
     def _run(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         begun: _OpenPass | None = None
         try:
-            recording = self._gate.enter()
-            if recording is not None and not _compiled_autograd():
-                begun = self._begin(recording, args, kwargs)
+            with unasked():
+                recording = self._gate.enter()
+                if recording is not None and not _compiled_autograd() and not is_dry_run():
+                    begun = self._begin(recording, args, kwargs)
         except Exception as error:
             self._guard.failed(error)
         if begun is None:
@@ -98,6 +103,7 @@ class EngineSource:
         accumulates = bool(_argument("accumulate_grad", 6, args, kwargs, False))
         top_level = not inside_backward()
         if top_level:
+            self._modules.forget_abandoned(recording)
             timeline.activity()
             recording.names.is_settled = True
         index = timeline.totals.engine_calls
@@ -110,6 +116,9 @@ class EngineSource:
             if watch is not None and watch.task is None:
                 # Called from a hook that ran before the outer pass's first Node: this is its task.
                 watch.task = torch._C._current_graph_task_id()
+        elif not top_level:
+            opened.parent = self._index_of_task(torch._C._current_graph_task_id())
+        self._open[index] = opened
         if accumulates and top_level:
             self._ddp.backward_begins(recording, index)
         if timeline.is_recorded:
@@ -137,25 +146,40 @@ class EngineSource:
         timeline = recording.timeline
         end = timeline.now()
         self._local.open_passes.pop()
+        self._open.pop(opened.index, None)
         try:
-            watch = opened.watch
-            failed = watch.close(failed=error is not None) if watch is not None else None
-            reduces = opened.accumulates and opened.top_level
-            ddp_sync = self._ddp.sync_of_pass() if reduces else None
-            if reduces and timeline.is_recorded and recording.settings.records_state:
-                self._ddp.backward_ended(
-                    recording, opened.index, opened.microbatch, failed=error is not None
-                )
-            if watch is not None and failed is not None:
-                # Behind the rows of its buckets: a pass that has a row has all of them.
-                self._write(opened, watch, end, failed, error, ddp_sync)
-            if opened.top_level:
-                timeline.totals.backward_ns += end - opened.start_ns
-                if opened.accumulates and error is None:
-                    timeline.backward_done()
+            with unasked():
+                self._close(opened, error, end)
             timeline.totals.recorder_ns += timeline.now() - end
         except Exception as ours:
             self._guard.failed(ours)
+
+    def _close(self, opened: _OpenPass, error: BaseException | None, end: int) -> None:
+        recording = opened.recording
+        timeline = recording.timeline
+        watch = opened.watch
+        failed = watch.close(failed=error is not None) if watch is not None else None
+        reduces = opened.accumulates and opened.top_level
+        ddp_sync = self._ddp.sync_of_pass() if reduces else None
+        if reduces and timeline.is_recorded and recording.settings.records_state:
+            self._ddp.backward_ended(
+                recording, opened.index, opened.microbatch, failed=error is not None
+            )
+        if watch is not None and failed is not None:
+            # Behind the rows of its buckets: a pass that has a row has all of them.
+            self._write(opened, watch, end, failed, error, ddp_sync)
+        if opened.top_level:
+            timeline.totals.backward_ns += end - opened.start_ns
+            if opened.accumulates and error is None:
+                timeline.backward_done()
+
+    def _index_of_task(self, task: int) -> int | None:
+        """The pass that the calling thread runs a Node of, though it was begun on another: a device's thread, or one
+        of the pool that takes over where nested passes get deep."""
+        for opened in list(self._open.values()):
+            if opened.watch is not None and opened.watch.task == task:
+                return opened.index
+        return None
 
     def _write(
         self,

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gradtrace_recorder.guard import Guard
+from gradtrace_recorder.naming import walk
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.sources.ddp import DdpSource
 from gradtrace_recorder.sources.groups import collective_seq
@@ -27,7 +28,8 @@ class FsdpSource:
         self._gate = gate
         self._guard = guard
         self._ddp = ddp
-        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # By identity: a module may be of a class that cannot be hashed.
+        self._seen: dict[int, weakref.ref[nn.Module]] = {}
         self._placed: list[tuple[weakref.ref[Any], Any]] = []
 
     def attach(self) -> None:
@@ -46,15 +48,19 @@ class FsdpSource:
         """A root is called in grad mode: its sharded modules are seen from now on."""
         if "torch.distributed.fsdp._fully_shard._fsdp_param_group" not in sys.modules:
             return
-        if root in self._seen or not self._guard.is_open or not recording.settings.records_state:
+        seen = self._seen.get(id(root))
+        if (seen is not None and seen() is root) or not self._guard.is_open:
+            return
+        if not recording.settings.records_state:
             return
         try:
-            self._seen.add(root)
+            self._seen[id(root)] = weakref.ref(root)
             index = 0
-            for module in root.modules():
-                if hasattr(module, "set_custom_reduce_scatter"):
+            for module, _ in walk(root):
+                if hasattr(type(module), "set_custom_reduce_scatter"):
                     for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
                         self._place(module, group, index)
+                        recording.names.sharded += map(weakref.ref, group.fsdp_params)
                         index += 1
         except Exception as error:
             self._guard.failed(error)

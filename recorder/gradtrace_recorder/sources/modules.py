@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-import threading
 from typing import Any
 
 import torch
@@ -15,9 +13,11 @@ from torch.utils.hooks import RemovableHandle
 from gradtrace_recorder.attribution import Frame, RootCall
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.naming import ModuleName, unwrapped
+from gradtrace_recorder.naming import ModuleName, holds_parameters, unwrapped
 from gradtrace_recorder.recording import Gate, Recording
+from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone, is_of_a_compiler
 from gradtrace_recorder.sources.ddp import DdpSource
+from gradtrace_recorder.sources.dry_runs import is_dry_run
 from gradtrace_recorder.sources.fsdp import FsdpSource
 from gradtrace_recorder.sources.groups import Groups
 from gradtrace_recorder.sources.state import (
@@ -25,70 +25,12 @@ from gradtrace_recorder.sources.state import (
     record_parameters_before,
     rng_fingerprint,
 )
-from gradtrace_recorder.summaries.summariser import named_tensors
+from gradtrace_recorder.summaries.summariser import named_tensors, unasked
 from gradtrace_recorder.summaries.values import Packed, combined
 
 _get_sequence_nr = torch._C._autograd._get_sequence_nr
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
-
-
-class _Call:
-    """A call that has been entered: what its exit needs to know. No module is kept, only its identity."""
-
-    __slots__ = (
-        "began", "depth", "end_ns", "frame", "inputs", "last_hook", "microbatch", "module_id", "name", "phase",
-        "saw_inner", "start_ns",
-    )  # fmt: skip
-
-    def __init__(self, module_id: int, name: ModuleName | None) -> None:
-        self.module_id = module_id
-        self.name = name
-        self.frame: Frame | None = None
-        self.inputs: Packed | None = None
-        self.phase = -1
-        self.microbatch = 0
-        self.start_ns = 0
-        self.depth = 0
-        self.end_ns = 0
-        self.last_hook: RemovableHandle | None = None
-        self.began = 0
-        self.saw_inner = False
-
-    def forget(self) -> None:
-        """Nobody will call the hook that waits on the module."""
-        if self.last_hook is not None:
-            self.last_hook.remove()
-            self.last_hook = None
-
-
-class _OwnHooksDone:
-    """The last hook on a module during one call. A copy of the module takes an idle one along."""
-
-    def __init__(self, source: ModuleSource, call: _Call) -> None:
-        self._source = source
-        self._call = call
-
-    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        # Torch calls a hook that was removed meanwhile without kwargs.
-        kwargs = rest[0] if len(rest) == 2 else {}
-        self._source.own_hooks_done(module, self._call, args, kwargs, rest[-1])
-
-    def __reduce__(self) -> Any:
-        return _idle_hook, ()
-
-
-def _idle_hook() -> Any:
-    return _idle
-
-
-def _idle(*args: Any, **kwargs: Any) -> None:
-    """What is left of our hook on a copy."""
-
-
-class _ThreadState(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[_Call] = []
 
 
 class ModuleSource:
@@ -103,7 +45,7 @@ class ModuleSource:
         self._ddp = ddp
         self._fsdp = fsdp
         self._groups = Groups()
-        self._local = _ThreadState()
+        self._local = OpenCalls()
         self._handles: list[RemovableHandle] = []
         self._calls: dict[tuple[int, str, int], int] = {}
         self._calls_at = (-1, -1)
@@ -136,9 +78,10 @@ class ModuleSource:
         if _is_compiling() or _tracing_state() or not self._guard.is_open:
             return
         try:
-            recording = self._gate.enter()
-            if recording is not None:
-                self._enter(recording, module, args)
+            with unasked():
+                recording = self._gate.enter()
+                if recording is not None:
+                    self._enter(recording, module, args)
         except Exception as error:
             self._guard.failed(error)
 
@@ -157,19 +100,20 @@ class ModuleSource:
             call.end_ns = recording.timeline.now()
             if len(rest) == 2 and call.last_hook is not None:
                 return  # the module's own hooks come now, and may replace the output
-            if len(rest) == 2:
-                self._leave(recording, call, args, *rest)
-                self._exit(recording, call, *rest)
-            else:
-                self._leave(recording, call)
-                if call.phase == self._phase(recording, "recompute"):
-                    # Ended early: what the backward pass needs is there. Its time was taken all the same.
-                    self._exit(recording, call, {}, None)
+            with unasked():
+                if len(rest) == 2:
+                    self._leave(recording, call, args, *rest)
+                    self._exit(recording, call, *rest)
+                else:
+                    self._leave(recording, call)
+                    if call.phase == self._phase(recording, "recompute"):
+                        # Ended early: what the backward pass needs is there. Its time was taken all the same.
+                        self._exit(recording, call, {}, None)
         except Exception as error:
             self._guard.failed(error)
 
     def own_hooks_done(
-        self, module: nn.Module, call: _Call, args: Any, kwargs: Any, output: Any
+        self, module: nn.Module, call: Call, args: Any, kwargs: Any, output: Any
     ) -> None:
         """The module's own hooks have run after this call; called for other live calls of it too."""
         recording = self._gate.recording
@@ -177,8 +121,9 @@ class ModuleSource:
             return
         try:
             if call is self._innermost(module):
-                self._leave(recording, call, args, kwargs, output)
-                self._exit(recording, call, kwargs, output)
+                with unasked():
+                    self._leave(recording, call, args, kwargs, output)
+                    self._exit(recording, call, kwargs, output)
         except Exception as error:
             self._guard.failed(error)
 
@@ -186,20 +131,21 @@ class ModuleSource:
         timeline = recording.timeline
         entered = timeline.now()
         local = self._local
-        if local.stack and local.stack[0].module_id == id(module) and not _is_inside(module):
-            # The root again: an exception that no hook saw (KeyboardInterrupt) left its calls behind.
-            for left in local.stack:
-                left.forget()
-            local.stack.clear()
+        if local.forget_abandoned(entering=True):
+            recording.attribution.lost(_get_sequence_nr())
         stack = local.stack
+        if not stack and is_dry_run():
+            return
         name = recording.names.module(module)
         if name is None:
+            if is_of_a_compiler(module):
+                return
             around = stack[-1].name if stack else None
             name = recording.names.adopt(module, around.root if around is not None else None)
         if name.fqn_number < 0:
             name.fqn_number = recording.journal.string(name.fqn)
             name.wanted = recording.settings.wants_module(name.fqn)
-        call = _Call(id(module), name)
+        call = Call(id(module), name)
         grad_mode = torch.is_grad_enabled()
         root_call: RootCall | None = None
         if stack:
@@ -235,20 +181,25 @@ class ModuleSource:
             call.inputs = recording.summariser.of_all(args)
         if module._forward_hooks:
             # A hook of the job's on the module may replace its output: see what the last of them leaves.
-            hook = _OwnHooksDone(self, call)
+            hook = OwnHooksDone(self, call)
             call.last_hook = module.register_forward_hook(hook, with_kwargs=True)
         stack.append(call)
         call.start_ns = timeline.now()
         timeline.totals.recorder_ns += call.start_ns - entered
 
-    def _innermost(self, module: nn.Module) -> _Call | None:
+    def forget_abandoned(self, recording: Recording) -> None:
+        """An exception that no hook saw may have left calls behind: what was made since is nobody's."""
+        if self._local.forget_abandoned(entering=False):
+            recording.attribution.lost(_get_sequence_nr())
+
+    def _innermost(self, module: nn.Module) -> Call | None:
         """The innermost call of this module, None for one entered before we were attached."""
         for call in reversed(self._local.stack):
             if call.module_id == id(module):
                 return call
         return None
 
-    def _leave(self, recording: Recording, call: _Call, args: Any = (), *rest: Any) -> None:
+    def _leave(self, recording: Recording, call: Call, args: Any = (), *rest: Any) -> None:
         """The call is over, and so is any inside it whose exit no hook saw. `rest` is its kwargs and output."""
         stack = self._local.stack
         while True:
@@ -264,7 +215,7 @@ class ModuleSource:
                 came, went = named_tensors([args, rest[0]]), named_tensors(rest[1])
                 attribution.tag((t for _, t in went), call.began, number, (t for _, t in came))
 
-    def _exit(self, recording: Recording, call: _Call, kwargs: dict[str, Any], output: Any) -> None:
+    def _exit(self, recording: Recording, call: Call, kwargs: dict[str, Any], output: Any) -> None:
         timeline = recording.timeline
         end = call.end_ns
         stack = self._local.stack
@@ -300,7 +251,7 @@ class ModuleSource:
     ) -> RootCall | None:
         """What a call from outside any module begins: perhaps a step; the root's parameters once in it."""
         timeline = recording.timeline
-        trains = grad_mode and not inside_backward() and next(module.parameters(), None) is not None
+        trains = grad_mode and not inside_backward() and holds_parameters(module)
         if not trains:
             return None
         timeline.activity()
@@ -340,7 +291,7 @@ class ModuleSource:
             return inputs
         return combined([inputs, recording.summariser.of_all(kwargs)])
 
-    def _stands_alone(self, recording: Recording, call: _Call) -> bool:
+    def _stands_alone(self, recording: Recording, call: Call) -> bool:
         """Whether a compiled module ran without the call of what it wraps: then its call is that call."""
         name, frame = call.name, call.frame
         if name is None or frame is None or not name.is_compiled or call.saw_inner:
@@ -386,15 +337,4 @@ class ModuleSource:
         return names
 
 
-def _is_inside(module: nn.Module) -> bool:
-    """Whether an earlier call of the module is still running on this thread: a recursive one."""
-    frame: Any = sys._getframe()
-    running = 0
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
-            running += 1
-        frame = frame.f_back
-    return running > 1
-
-
-never_compiled(ModuleSource, _Call, _OwnHooksDone, _idle)
+never_compiled(ModuleSource)

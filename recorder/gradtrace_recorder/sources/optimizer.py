@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import threading
 import weakref
 from typing import Any
@@ -22,6 +23,7 @@ from gradtrace_recorder.sources.state import (
     record_gradients,
     record_parameters_after,
 )
+from gradtrace_recorder.summaries.summariser import unasked
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -90,13 +92,14 @@ class OptimizerSource:
             if recording is None:
                 return
             stack = self._local.stack
-            if stack and stack[0][0] == id(optimizer):
-                stack.clear()  # its last step raised, and no hook told us
+            if stack and not _is_inside_another():
+                stack.clear()  # an earlier step raised, and no hook told us
             timeline = recording.timeline
             entered = timeline.now()
             outermost = not stack
             if outermost and timeline.is_begun and timeline.is_recorded:
-                self._record_seen(recording, optimizer)
+                with unasked():
+                    self._record_seen(recording, optimizer)
             started = timeline.now()
             stack.append((id(optimizer), started))
             timeline.totals.recorder_ns += started - entered
@@ -119,7 +122,8 @@ class OptimizerSource:
             timeline.totals.optimizer_ns += ended - started
             timeline.totals.skipped = timeline.totals.skipped or False
             if timeline.is_recorded and recording.settings.records_state:
-                record_parameters_after(recording, self._not_yet_after(recording, optimizer))
+                with unasked():
+                    record_parameters_after(recording, self._not_yet_after(recording, optimizer))
             timeline.totals.recorder_ns += timeline.now() - ended
             timeline.optimizer_stepped(inside_backward=inside_backward())
         except Exception as error:
@@ -183,6 +187,20 @@ class OptimizerSource:
         return known[1]
 
 
+def _is_inside_another() -> bool:
+    """Whether the step that is just beginning is made by another optimizer's step, or by its closure.
+
+    Source: torch/optim/optimizer.py, `Optimizer.profile_hook_step` (2.13): its wrapper calls the hooks.
+    """
+    frame: Any = sys._getframe(1)
+    running = 0
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_globals is vars(torch_optimizer):
+            running += 1
+        frame = frame.f_back
+    return running > 1
+
+
 def _named(recording: Recording, optimizer: Optimizer) -> list[tuple[ParameterName, torch.Tensor]]:
     found = []
     for group in optimizer.param_groups:
@@ -214,4 +232,4 @@ def _hyperparameters(group: dict[str, Any]) -> str:
     return json.dumps({k: plain(v) for k, v in sorted(group.items()) if k not in ("params", "lr")})
 
 
-never_compiled(OptimizerSource)
+never_compiled(OptimizerSource, _is_inside_another)

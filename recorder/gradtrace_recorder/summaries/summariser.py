@@ -21,6 +21,7 @@ from gradtrace_recorder.summaries.values import Packed, combined, unread
 from gradtrace_schemas.journal import MAX_DIMENSIONS, NULL_BOOL
 from gradtrace_schemas.summary import STATE_FULL, STATE_NORMS
 
+_profiler_enabled = torch._C._autograd._profiler_enabled
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MOST_REMEMBERED = 4096
 
@@ -51,7 +52,7 @@ class Summariser:
             return self._unread(tensor, reason)
         try:
             with unseen():
-                if type(tensor) in _PLAIN and tensor.layout == torch.strided:
+                if _is_plain(tensor):
                     # Detached, and so without `no_grad`, which a signal handler of the job would see.
                     return self._strided(tensor)
             with unseen(), torch.no_grad():
@@ -165,13 +166,30 @@ def named_tensors(values: Any, name: str = "") -> list[tuple[str, torch.Tensor]]
 
 
 def _items(values: Any) -> list[tuple[Any, Any]]:
+    """What a container holds, by name. What its own class answers with an exception holds nothing for us."""
+    try:
+        return _named_items(values)
+    except Exception as error:
+        if is_of_a_signal_handler(error):
+            raise
+        return []
+
+
+def _named_items(values: Any) -> list[tuple[Any, Any]]:
     if isinstance(values, tuple | list):
         names: Sequence[Any] = getattr(values, "_fields", range(len(values)))
         return list(itertools.islice(zip(names, values, strict=False), _MOST_ITEMS))
+    if isinstance(values, dict):
+        return list(itertools.islice(dict.items(values), _MOST_ITEMS))
     if isinstance(values, collections.abc.Mapping):
         return list(itertools.islice(values.items(), _MOST_ITEMS))
     fields = getattr(type(values), "__dataclass_fields__", None)
-    return [(key, getattr(values, key, None)) for key in fields] if fields else []
+    if not fields:
+        return []
+    held = getattr(values, "__dict__", None)
+    if held is None:  # a class with `__slots__`
+        return [(key, getattr(values, key, None)) for key in fields]
+    return [(key, held.get(key)) for key in fields]  # past properties, which may do anything
 
 
 def _unreadable(tensor: torch.Tensor) -> str | None:
@@ -181,6 +199,8 @@ def _unreadable(tensor: torch.Tensor) -> str | None:
         return "functorch wrapper"
     if is_lazy(tensor):
         return "not yet initialised"
+    if tensor.is_quantized:
+        return "quantized"
     if tensor.device.type != "cpu":
         # A device's values come with the device summaries: reading them here would synchronise.
         return f"on {tensor.device.type}"
@@ -189,9 +209,13 @@ def _unreadable(tensor: torch.Tensor) -> str | None:
         return "fake tensor"
     if torch._C._get_tracing_state() is not None:
         return "tracing"
-    if type(tensor) in _PLAIN and tensor.layout == torch.strided and _is_freed(tensor):
+    if _is_plain(tensor) and _is_freed(tensor):
         return "freed storage"
     return None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
@@ -215,7 +239,7 @@ def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
     if tensor.is_nested:
-        return [tensor.values()] if tensor.layout == torch.jagged else None
+        return [tensor.values()]
     if tensor.layout == torch.strided and not _overrides_dispatch(tensor):
         return [tensor.as_subclass(torch.Tensor)]
     return None
@@ -234,16 +258,31 @@ def _autocast_off() -> Any:
         torch.set_autocast_enabled("cpu", True)
 
 
+@contextlib.contextmanager
+def _not_profiled() -> Any:
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
+# Inside it nothing that we read of a tensor is asked of the job's function modes and tensor subclasses.
+unasked = torch._C.DisableTorchFunction
+
 _NOTHING_ON = contextlib.nullcontext()
 
 
 def unseen() -> contextlib.AbstractContextManager[Any]:
-    """Our operations are seen by none of the job's modes and cast by no autocast; cheap when none is on."""
+    """Our operations are seen by no mode and no profiler of the job and cast by no autocast; cheap when none is on."""
     modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
     autocast = torch.is_autocast_enabled("cpu")
-    if not modes and not autocast:
+    profiled = _profiler_enabled()
+    if not modes and not autocast and not profiled:
         return _NOTHING_ON
     stack = contextlib.ExitStack()
+    if profiled:
+        stack.enter_context(_not_profiled())
     if modes:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())

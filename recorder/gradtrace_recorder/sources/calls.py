@@ -1,0 +1,129 @@
+"""Calls of modules that have been entered and not left: what their exit needs to know.
+
+A thread's calls are a stack. An exception that no hook sees (KeyboardInterrupt, a cancelled task) leaves its calls
+there; whether they still run is asked of Python's own stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from gradtrace_recorder.attribution import Frame
+from gradtrace_recorder.dynamo import never_compiled
+from gradtrace_recorder.naming import ModuleName, unwrapped
+from gradtrace_recorder.summaries.values import Packed
+
+if TYPE_CHECKING:
+    from gradtrace_recorder.sources.modules import ModuleSource
+
+
+class Call:
+    """A call that has been entered: what its exit needs to know. No module is kept, only its identity."""
+
+    __slots__ = (
+        "began", "depth", "end_ns", "frame", "inputs", "last_hook", "microbatch", "module_id", "name", "phase",
+        "saw_inner", "start_ns",
+    )  # fmt: skip
+
+    def __init__(self, module_id: int, name: ModuleName | None) -> None:
+        self.module_id = module_id
+        self.name = name
+        self.frame: Frame | None = None
+        self.inputs: Packed | None = None
+        self.phase = -1
+        self.microbatch = 0
+        self.start_ns = 0
+        self.depth = 0
+        self.end_ns = 0
+        self.last_hook: RemovableHandle | None = None
+        self.began = 0
+        self.saw_inner = False
+
+    def forget(self) -> None:
+        """Nobody will call the hook that waits on the module."""
+        if self.last_hook is not None:
+            self.last_hook.remove()
+            self.last_hook = None
+
+
+class OpenCalls(threading.local):
+    """A thread's calls, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[Call] = []
+
+    def forget_abandoned(self, *, entering: bool) -> bool:
+        """Drop the calls if none of them runs any more. Whether there were such.
+
+        `entering` says that a module is just being called, whose own frame is none of them.
+        """
+        if not self.stack or _some_run(1 + entering):
+            return False
+        for call in self.stack:
+            call.forget()
+        self.stack.clear()
+        return True
+
+
+class OwnHooksDone:
+    """The last hook on a module during one call. A copy of the module takes an idle one along."""
+
+    def __init__(self, source: ModuleSource, call: Call) -> None:
+        self._source = source
+        self._call = call
+
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        # Torch calls a hook that was removed meanwhile without kwargs.
+        kwargs = rest[0] if len(rest) == 2 else {}
+        self._source.own_hooks_done(module, self._call, args, kwargs, rest[-1])
+
+    def __reduce__(self) -> Any:
+        # What takes any arguments and does nothing, made of what every Python has: a file that the job saves in a
+        # hook of its own must load where we are not installed.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _some_run(count: int) -> bool:
+    """Whether so many calls of modules are running on this thread. Of a call inside another it looks at a few frames.
+
+    Source: torch/nn/modules/module.py, `_call_impl`, which calls global hooks (2.13).
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl":
+            count -= 1
+            if not count:
+                return True
+        frame = frame.f_back
+    return False
+
+
+def is_of_a_compiler(module: nn.Module) -> bool:
+    """Whether the module that is just being called is a graph that torch.compile made, and its backend runs as a
+    module (`aot_eager`, or one of the job's that returns the graph): a part of the compiled region, no module.
+
+    Source: torch/_dynamo/output_graph.py, `compile_and_call_fx_graph`; torch/fx/graph_module.py (2.13).
+    """
+    module = unwrapped(module)
+    if all(base.__name__ != "GraphModule" for base in type(module).__mro__):
+        return False
+    if "compile_subgraph_reason" in module.__dict__:
+        return True
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        of = frame.f_globals.get("__name__") or ""
+        if not of.startswith(("torch.nn.modules.", "torch.fx.", __package__.partition(".")[0])):
+            return bool(
+                of.startswith(("torch._dynamo.backends.", "torch._functorch.", "torch._inductor."))
+            )
+        frame = frame.f_back
+    return False
+
+
+never_compiled(Call, OpenCalls, OwnHooksDone, _some_run, is_of_a_compiler)
