@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from gradtrace_schemas.batches import arrow_table, write_part
 from gradtrace_schemas.digests import Digests
 from gradtrace_schemas.journal import JOURNAL_TABLES, heads, of_table
 
-_RETRY_SECONDS = 1.0
+# How often the thread says that the process lives, and tries again what failed.
+_BEAT_SECONDS = 1.0
 
 
 class Drain:
@@ -54,7 +56,10 @@ class Drain:
     def _run(self) -> None:
         while True:
             # After a failure (a disk that is full for a while) the journal fills up, and says so no more.
-            self._journal.half_is_full.wait(_RETRY_SECONDS if self._failed else None)
+            is_asked = self._journal.half_is_full.wait(_BEAT_SECONDS)
+            self._journal.beat(time.time_ns())
+            if not is_asked and not self._failed:
+                continue
             self._journal.half_is_full.clear()
             ending = self._ending.is_set()
             try:

@@ -115,7 +115,7 @@ class _Live:
         from gradtrace_recorder.rows import Rows
         from gradtrace_recorder.summaries.summariser import Summariser
         from gradtrace_recorder.timeline import Timeline
-        from gradtrace_schemas import layout
+        from gradtrace_schemas import layout, processes
 
         zero, wall = time.monotonic_ns(), time.time_ns()
         run = Path(settings.directory).absolute()
@@ -127,6 +127,8 @@ class _Live:
             attempt=self.claim.attempt,
             wall_start_ns=wall,
             monotonic_start_ns=zero,
+            process_start=processes.start_of(who.pid),
+            machine=processes.machine_token(),
         )
         timeline = Timeline(settings.steps, settings.step_offset, zero)
         rows = Rows(journal, timeline)
@@ -173,6 +175,7 @@ class _Live:
                 "last_step": recording.timeline.step,
                 "recorded": recording.journal.recorded,
                 "dropped": dict(recording.journal.dropped),
+                "dropped_steps": recording.journal.dropped_steps,
                 "unsummarised": dict(recording.summariser.unsummarised),
                 "problems": recording.problems.texts,
                 "wall_end_ns": time.time_ns() if complete else None,
