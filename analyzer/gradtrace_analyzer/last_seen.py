@@ -179,8 +179,8 @@ def _node(contents: Contents, thread: int, entry: Any, inside: str | None) -> Pl
         thread=thread,
         doing="node",
         since_ns=int(entry["start_ns"]),
-        **{name: _number(entry[name]) for name in ("step", "microbatch", "backward_index")},
-        **{name: _number(entry[name]) for name in ("root", "call_index", "event_index")},
+        **_numbers(entry, "step", "microbatch", "backward_index"),
+        **_numbers(entry, "root", "call_index", "event_index"),
         node_name=text("node_name"),
         module_fqn=text("module_fqn"),
         parameter_fqn=text("parameter_fqn"),
@@ -198,12 +198,12 @@ def _outside(contents: Contents, thread: int, place: Any) -> Place:
         thread=thread,
         doing=doing,
         since_ns=int(place["moved_ns"]),
-        **{name: _number(place[name]) for name in ("step", "microbatch", "backward_index")},
-        **{name: _number(place[name]) for name in ("root", "call_index")},
+        **_numbers(place, "step", "microbatch", "backward_index"),
+        **_numbers(place, "root", "call_index"),
         module_fqn=None if is_optimizer else name,
         optimizer=name if is_optimizer else None,
     )
 
 
-def _number(value: Any) -> int | None:
-    return None if int(value) == NULL_INT32 else int(value)
+def _numbers(record: Any, *names: str) -> dict[str, Any]:
+    return {n: None if int(record[n]) == NULL_INT32 else int(record[n]) for n in names}

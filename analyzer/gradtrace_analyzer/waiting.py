@@ -13,7 +13,7 @@ from gradtrace_analyzer.run import Run
 
 @dataclass(frozen=True)
 class Wait:
-    """A bucket that `rank` launched in a pass which has not ended.
+    """A bucket that `rank` launched in a pass which has not ended, or was ended while no Node ran.
 
     `absent` are the ranks of its group that have not launched theirs, `others` those that launched something else
     in its place: (rank, step, bucket_index, parameters). Where both are empty, all have come.
@@ -42,7 +42,9 @@ SELECT b.rank, b.step, b.microbatch, b.backward_index, b.bucket_index, b.paramet
     b.launched_ns, b.root, b.module_fqn
 FROM buckets b
 ANTI JOIN backward_passes p ON p.rank = b.rank AND p.step = b.step AND p.backward_index = b.backward_index
-WHERE b.done_ns IS NULL AND b.kind = 'all_reduce' AND list_contains(?, b.rank)
+    AND (p.error IS NULL OR EXISTS (FROM failures f WHERE f.rank = p.rank AND f.step = p.step
+        AND f.backward_index = p.backward_index AND f.node_name IS NOT NULL))
+WHERE b.done_ns IS NULL AND b.kind = 'all_reduce'
 QUALIFY row_number() OVER (PARTITION BY b.rank ORDER BY b.step DESC, b.backward_index DESC, b.launched_ns) = 1
 ORDER BY b.rank
 """
@@ -59,14 +61,14 @@ ORDER BY rank
 
 
 def waits(run: Run, connection: duckdb.DuckDBPyConnection) -> dict[int, Wait]:
-    """By rank: the first bucket that is still under way in its last pass, of ranks that did not end."""
-    if not run.incomplete_ranks:
-        return {}
+    """By rank: the first bucket that is, or was, under way in its last pass with such a one."""
     teams = _teams(connection)
     everyone = tuple(range(run.world_size or 0)) or tuple(run.ranks)
     found = {}
-    for row in connection.execute(_OPEN, [list(run.incomplete_ranks)]).fetchall():
-        rank, step, microbatch, backward, bucket, fqns, group, sequence, launched, root, module = row
+    for row in connection.execute(_OPEN).fetchall():
+        rank, step, microbatch, backward, bucket, fqns, group, sequence, launched, root, module = (
+            row
+        )
         members = teams.get((rank, group), everyone)
         come = connection.execute(
             _COUNTERPARTS,

@@ -222,9 +222,7 @@ class JournalWriter:
             if slot is None:
                 return
         self._places_now[slot] = place
-        _pack_place(
-            self._map, PLACES_OFFSET + slot * PLACE.itemsize, moved_ns, *place, 0, moved_ns
-        )
+        _pack_place(self._map, PLACES_OFFSET + slot * PLACE.itemsize, moved_ns, *place, 0, moved_ns)
 
     def place_of(self, thread: int) -> Place:
         """Where the thread is, by its last `move`."""

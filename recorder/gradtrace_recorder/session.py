@@ -178,9 +178,16 @@ class _Live:
                 "dropped_steps": recording.journal.dropped_steps,
                 "unsummarised": dict(recording.summariser.unsummarised),
                 "problems": recording.problems.texts,
+                "uncaught": _uncaught() if complete else None,
                 "wall_end_ns": time.time_ns() if complete else None,
             }
         )
+
+
+def _uncaught() -> list[str] | None:
+    """Type and text of the exception that ends the process: Python has said it before `atexit` runs."""
+    error = getattr(sys, "last_value", None)
+    return None if error is None else [type(error).__name__, str(error)[:4000]]
 
 
 def _reason(error: Exception) -> str:

@@ -82,7 +82,8 @@ class Versions:
                     return Change(None, f"by a step of {where}, {before}")
                 inside = where.outer if how == "in" else where if how == "out" else None
                 return Change(
-                    _innermost_of_both(inside_before, inside), f"{before}, before {_moment(how, where)}"
+                    _innermost_of_both(inside_before, inside),
+                    f"{before}, before {_moment(how, where)}",
                 )
             before = f"after {_moment(how, where)}"
             inside_before = where if how == "in" else where.outer if how == "out" else None

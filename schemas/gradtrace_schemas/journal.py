@@ -166,9 +166,7 @@ def _field(column: Column) -> tuple[Any, ...]:
 def plain_fields(table: Table, schema_version: int = SCHEMA_VERSION) -> tuple[Column, ...]:
     """The columns of a table that its record holds besides the record's head, in order."""
     return tuple(
-        c
-        for c in table.plain_columns
-        if c.name not in _HEAD_COLUMNS and c.since <= schema_version
+        c for c in table.plain_columns if c.name not in _HEAD_COLUMNS and c.since <= schema_version
     )
 
 
@@ -349,7 +347,9 @@ def _record_bytes(header: dict[str, Any]) -> int:
             f"{FORMAT_VERSION} and {OLDEST_SCHEMA} to {SCHEMA_VERSION}: the gradtrace that wrote it reads it"
         )
     if max(header["drained"], header["strings_used"]) >= 2**62:
-        raise UnreadableJournal("the journal's counters are out of all bounds: its header is damaged")
+        raise UnreadableJournal(
+            "the journal's counters are out of all bounds: its header is damaged"
+        )
     size = int(header["record_bytes"])
     least = max(record_dtype(t, versions[1]).itemsize for t in JOURNAL_TABLES) + 8
     if not least <= size <= 16 * RECORD_BYTES or size % 8:
