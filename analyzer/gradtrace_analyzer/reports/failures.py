@@ -157,9 +157,9 @@ def _where(place: Place) -> str:
 
 
 def _since(place: Place, seen: LastSeen) -> str:
-    began = "which began" if place.doing == "node" else "since"
+    began = "which began at" if place.doing == "node" else "since"
     at = clock(seen.wall_start_ns + place.since_ns)
-    return f", {began} at {at} ({seconds(place.since_ns / 1e9)} after its recording began)"
+    return f", {began} {at} ({seconds(place.since_ns / 1e9)} after its recording began)"
 
 
 def _waiting(wait: Wait, seen: LastSeen) -> str:

@@ -2,8 +2,8 @@
 
     dying.py HOW WHERE STEP RANK
 
-HOW: kill, term, exit, segv, raise, hang, recv (a receive that nobody sends). WHERE: node (in a Node's backward), forward
-(in a module's forward), code (between backward and the optimizer's step).
+HOW: kill, term, exit, segv, raise, hang, recv (a receive that nobody sends). WHERE: node (in a Node's backward),
+forward (in a module's forward), code (between backward and the optimizer's step).
 """
 
 import ctypes
