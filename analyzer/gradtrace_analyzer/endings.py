@@ -124,7 +124,7 @@ def _ending(
     kept = info.facts.get("left_behind")
     seen = of_journal(journal) if journal is not None else of_object(kept)
     place, idle = None, None
-    if info.is_complete:
+    if info.is_complete or (seen is not None and seen.closed_ns):
         uncaught = _uncaught(info.facts)
         state: State = "raised" if last is not None or uncaught else "ended"
     elif seen is None:

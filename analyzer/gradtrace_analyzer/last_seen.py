@@ -73,8 +73,12 @@ class Place:
 
 @dataclass(frozen=True)
 class LastSeen:
-    """A rank that did not close its recording. `places` are those of its threads; `moved_ns` is when it last did
-    anything that was recorded, on the recording's clock; `heartbeat_ns` is wall time, 0 where there was none."""
+    """A rank that did not close its recording.
+
+    `places` are those of its threads. `moved_ns` is when it last did anything that was recorded, on the recording's
+    clock. `heartbeat_ns` is wall time, 0 where there was none; so is `closed_ns`, when the rank ended by itself though
+    its journal could not be written out.
+    """
 
     pid: int
     process_start: int
@@ -85,6 +89,7 @@ class LastSeen:
     moved_ns: int
     places: tuple[Place, ...]
     dropped: Mapping[str, tuple[int, int, int]]
+    closed_ns: int = 0
     is_repaired: bool = False
 
     @property
@@ -129,7 +134,7 @@ def of_journal(contents: Contents) -> LastSeen:
     ends = contents.of(NODE_EVENTS)["end_ns"]
     moved = max([0, *(place.since_ns for place in places), *(ends.tolist() if len(ends) else [])])
     return LastSeen(
-        **{name: header[name] for name in ("pid", "process_start", "machine")},
+        **{name: header[name] for name in ("pid", "process_start", "machine", "closed_ns")},
         **{name: header[name] for name in ("wall_start_ns", "monotonic_start_ns", "heartbeat_ns")},
         moved_ns=moved,
         places=places,

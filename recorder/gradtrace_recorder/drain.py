@@ -36,7 +36,7 @@ class Drain:
         self._digests = Digests()
         self._next_part: collections.Counter[str] = collections.Counter()
         self._ending = threading.Event()
-        self._failed = False
+        self._failed = self._is_gone = False
         self._prepared: dict[str, npt.NDArray[Any]] | None = (
             None  # what a failed drain has yet to write
         )
@@ -62,18 +62,34 @@ class Drain:
                 continue
             self._journal.half_is_full.clear()
             ending = self._ending.is_set()
+            self._has_just_lost_the_directory()
             try:
                 self._drain(all_of_it=ending)
                 self._failed = False
             except Exception as error:
                 # The journal still holds what could not be written; once full it drops what comes after.
                 self._failed = True
+                if self._has_just_lost_the_directory():
+                    continue  # to the next beat, or, at the end, to the last try
                 self._problems.add(
                     f"could not write what was recorded into {self._claim.run}: "
                     f"{type(error).__name__}: {error}; the journal keeps what it has room for"
                 )
             if ending:
                 return
+
+    def _has_just_lost_the_directory(self) -> bool:
+        """Whether somebody removed the run's directory, which is said: what follows is written into a new one."""
+        journal = self._journal
+        if self._is_gone or journal.path.exists():
+            return False
+        self._is_gone = True
+        journal.dropped["removed with the directory"] += journal.drained
+        self._problems.add(
+            f"{self._claim.run} was removed while it was recorded into: what lay there is lost "
+            f"({journal.drained} rows), what follows is written into a new one"
+        )
+        return True
 
     def _drain(self, all_of_it: bool) -> None:
         journal = self._journal

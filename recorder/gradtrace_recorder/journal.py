@@ -13,6 +13,7 @@ import os
 import struct
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -268,10 +269,18 @@ class JournalWriter:
             self._drained = last
             self._limit = (last // self.half_records) * self.half_records + self._places
 
+    def forget(self) -> None:
+        """In a forked child: whatever still writes here writes nowhere. Another process's file is never touched."""
+        self._lock = threading.RLock()  # a thread that is not here may have held it
+        self._limit = -1
+        self._map = mmap.mmap(-1, len(self._map))
+
     def close(self, *, remove: bool) -> None:
-        """Unmap the file, and remove it when all of it lies in parts."""
+        """Unmap the file, and remove it when all of it lies in parts; else say in it that the rank ended well."""
         with self._lock:
             self._limit = -1
+            if not remove:
+                self._store("closed_ns", time.time_ns())
         with contextlib.suppress(BufferError):  # a view on a drain thread that did not end in time
             self._map.close()
         if remove:

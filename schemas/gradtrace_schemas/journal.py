@@ -75,6 +75,7 @@ HEADER = np.dtype(
         ("machine", "<u8"),
         ("places_offset", "<u8"),
         ("drops_offset", "<u8"),
+        ("closed_ns", "<i8"),
     ]
 )
 

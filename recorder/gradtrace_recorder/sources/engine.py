@@ -12,7 +12,7 @@ import torch
 from torch.autograd import Variable
 
 from gradtrace_recorder.dynamo import never_compiled
-from gradtrace_recorder.guard import Guard
+from gradtrace_recorder.guard import Guard, say
 from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
 from gradtrace_recorder.observers.python import (
     Culprit,
@@ -240,6 +240,24 @@ class EngineSource:
             record_gradients(
                 recording, "carried", backward_index, recording.timeline.microbatch, tensors
             )
+
+
+def tell_at_first_backward(text: str) -> None:
+    """Say this once, when the process calls the engine, and leave the engine alone from then on."""
+    original = Variable._execution_engine
+
+    class TellingEngine(type(original)):  # type: ignore[misc]
+        """The engine, of a process that is not recorded."""
+
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            Variable._execution_engine = original
+            data = sys.modules.get("torch.utils.data")
+            if data is None or data.get_worker_info() is None:
+                say(text)
+            return original.run_backward(*args, **kwargs)
+
+    never_compiled(TellingEngine.run_backward, calls_the_job=True)
+    Variable._execution_engine = TellingEngine()
 
 
 class _OpenPass:

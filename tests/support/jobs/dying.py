@@ -16,13 +16,16 @@ import torch
 import torch.distributed as dist
 
 HOW, WHERE, STEP, RANK = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+rank = int(os.environ.get("RANK", 0))
+is_replicated = int(os.environ.get("WORLD_SIZE", 1)) > 1 and "ALONE" not in os.environ
 torch.set_num_threads(1)
 step = 0
 
 
 def grief(where):
-    if (where, step, rank) != (WHERE, STEP, RANK):
+    if (where, step, rank) != (WHERE, STEP, RANK) or int(
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    ):
         return
     if HOW == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -58,7 +61,7 @@ class Hurt(torch.nn.Module):
 
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(4, 4), Hurt(), torch.nn.Linear(4, 2))
-if world > 1:
+if is_replicated:
     dist.init_process_group("gloo")
     net = torch.nn.parallel.DistributedDataParallel(net)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -69,6 +72,6 @@ for step in range(STEP + 1000 if HOW == "never" else STEP + 2):
     optimizer.step()
     if step == 1 and rank == 0:
         print("running", flush=True)
-if world > 1:
+if is_replicated:
     dist.destroy_process_group()
     time.sleep(0.1)
