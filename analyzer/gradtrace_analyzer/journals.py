@@ -45,12 +45,17 @@ def found_journals(run: Path) -> list[Journal]:
         if place is None or not name.endswith(".journal"):
             continue
         try:
-            found.append(Journal(*place, read_journal(_snapshot(folder / name))))
+            found.append(Journal(*place, journal_at(folder / name)))
         except FileNotFoundError:
             continue
         except (OSError, UnreadableJournal) as error:
             found.append(Journal(*place, None, str(error)))
     return found
+
+
+def journal_at(path: Path) -> Contents:
+    """What the journal of that path holds now. Raises OSError, UnreadableJournal."""
+    return read_journal(_snapshot(path))
 
 
 def leftover_rows(journal: Contents, parts: Mapping[str, Iterable[Part]]) -> dict[str, pa.Table]:

@@ -44,8 +44,10 @@ class DamagedPart:
     why: str
 
 
-def found_parts(run: str) -> list[Part | DamagedPart]:
-    """All parts under a run's absolute path, by table, rank and number. Opens each for its two ends.
+def found_parts(run: str, of_rank: int | None = None) -> list[Part | DamagedPart]:
+    """All parts under a run's absolute path, or those of one rank, by table, rank and number.
+
+    Opens each for its two ends.
 
     10,000 parts take about a tenth of a second.
     """
@@ -54,7 +56,7 @@ def found_parts(run: str) -> list[Part | DamagedPart]:
         folder = os.path.join(run, table.name)
         for rank_folder in _names(folder):
             rank = layout.rank_of_folder(rank_folder)
-            if rank is None:
+            if rank is None or of_rank not in (None, rank):
                 continue
             inside = os.path.join(folder, rank_folder)
             numbered = sorted(

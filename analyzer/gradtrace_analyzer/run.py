@@ -82,7 +82,7 @@ def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
     Raises NotARun, NoSuchAttempt, NewerSchema.
     """
     place = Path(path)
-    _require_run(place)
+    require_run(place)
     journals = found_journals(place)
     parts, damaged = _sorted_out(found_parts(os.path.abspath(place)))
     rank_files = _rank_files(place)
@@ -135,7 +135,8 @@ def ranks_phrase(ranks: Iterable[int]) -> str:
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
-def _require_run(place: Path) -> None:
+def require_run(place: Path) -> None:
+    """Raise NotARun, with what is there instead, where this is no run's directory."""
     if not place.exists():
         raise NotARun(f"{place} does not exist; give the directory that GRADTRACE_DIR named")
     if not place.is_dir():

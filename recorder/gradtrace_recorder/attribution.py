@@ -15,6 +15,8 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+from gradtrace_schemas.journal import NULL_INT32, NULL_STRING
+
 # In `node.metadata` of a Node made on another thread than the first: the thread's identifier and the call.
 _TAG = "gradtrace_call"
 
@@ -29,9 +31,11 @@ class RootCall:
 
 
 class Frame:
-    """One call of a module, as far as its Nodes need to know it."""
+    """One call of a module, as far as its Nodes need to know it. `outer` is the call around it."""
 
-    __slots__ = ("call_index", "fqn", "fqn_number", "root", "root_call", "wanted")
+    __slots__ = (
+        "call_index", "fqn", "fqn_number", "microbatch", "outer", "phase", "root", "root_call", "step", "wanted",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -41,6 +45,10 @@ class Frame:
         call_index: int,
         root_call: RootCall | None,
         wanted: bool,
+        step: int = NULL_INT32,
+        microbatch: int = NULL_INT32,
+        phase: int = NULL_STRING,
+        outer: Frame | None = None,
     ) -> None:
         self.root = root
         self.fqn = fqn
@@ -48,6 +56,10 @@ class Frame:
         self.call_index = call_index
         self.root_call = root_call
         self.wanted = wanted
+        self.step = step
+        self.microbatch = microbatch
+        self.phase = phase
+        self.outer = outer
 
 
 # Stands for the call of Nodes of which it is not known who made them.

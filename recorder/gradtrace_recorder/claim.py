@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gradtrace_recorder.identity import Identity
 from gradtrace_schemas import SCHEMA_VERSION, layout
+from gradtrace_schemas.journal import HEADER
+from gradtrace_schemas.processes import life_of
 
 _MOST_ATTEMPTS = 10_000
 
@@ -30,8 +34,59 @@ class Claim:
         """Replace the rank's json. Raises OSError."""
         path = layout.rank_file(self.run, self.rank, self.attempt)
         temporary = path.with_suffix(".writing")
+        temporary.parent.mkdir(parents=True, exist_ok=True)  # the directory may have been removed
         temporary.write_text(json.dumps(content, indent=1) + "\n")
         temporary.rename(path)
+
+
+class NotOurs(Exception):
+    """This process is a helper of one that is recorded: it is left alone."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A living process that records the same rank into the same directory; an ancestor of this one, or not."""
+
+    pid: int
+    attempt: int
+    is_ancestor: bool
+
+
+def living_rival(run: Path, identity: Identity) -> Rival | None:
+    """Who else records this rank into this directory now: a second job by mistake, or the process that started us.
+
+    A child with another world size is no helper: a job that looks at its model and then spawns its ranks.
+    """
+    ancestors = _ancestors()
+    found: Rival | None = None
+    for attempt in sorted(_attempts(run)) if (run / layout.ATTEMPTS).is_dir() else ():
+        try:
+            with open(layout.journal_file(run, identity.rank, attempt), "rb") as file:
+                header = np.frombuffer(file.read(HEADER.itemsize), HEADER, 1)[0]
+            facts = json.loads(layout.rank_file(run, identity.rank, attempt).read_text())
+        except (OSError, ValueError):
+            continue
+        pid = int(header["pid"])
+        if life_of(pid, int(header["process_start"]), int(header["machine"])) != "alive":
+            continue
+        is_ours = pid in ancestors and facts.get("world_size") == identity.world_size
+        if found is None or is_ours:
+            found = Rival(pid, attempt, is_ours)
+    return found
+
+
+def _ancestors() -> set[int]:
+    """The processes that started this one, as far as can be seen."""
+    found: set[int] = set()
+    pid = os.getppid()
+    while pid > 1 and pid not in found:
+        found.add(pid)
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                pid = int(stat.read().rsplit(")", 1)[1].split()[1])
+        except (OSError, ValueError, IndexError):
+            break
+    return found
 
 
 def claim_place(run: Path, identity: Identity, token: str, about: dict[str, Any]) -> Claim:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from gradtrace_schemas.batches import arrow_table, write_part
 from gradtrace_schemas.digests import Digests
 from gradtrace_schemas.journal import JOURNAL_TABLES, heads, of_table
 
-_RETRY_SECONDS = 1.0
+# How often the thread says that the process lives, and tries again what failed.
+_BEAT_SECONDS = 1.0
 
 
 class Drain:
@@ -38,7 +40,7 @@ class Drain:
         self._digests = Digests()
         self._next_part: collections.Counter[str] = collections.Counter()
         self._ending = threading.Event()
-        self._failed = False
+        self._failed = self._is_gone = False
         self._prepared: dict[str, npt.NDArray[Any]] | None = (
             None  # what a failed drain has yet to write
         )
@@ -58,21 +60,40 @@ class Drain:
     def _run(self) -> None:
         while True:
             # After a failure (a disk that is full for a while) the journal fills up, and says so no more.
-            self._journal.half_is_full.wait(_RETRY_SECONDS if self._failed else None)
+            is_asked = self._journal.half_is_full.wait(_BEAT_SECONDS)
+            self._journal.beat(time.time_ns())
+            if not is_asked and not self._failed:
+                continue
             self._journal.half_is_full.clear()
             ending = self._ending.is_set()
+            self._has_just_lost_the_directory()
             try:
                 self._drain(all_of_it=ending)
                 self._failed = False
             except Exception as error:
                 # The journal still holds what could not be written; once full it drops what comes after.
                 self._failed = True
+                if self._has_just_lost_the_directory():
+                    continue  # to the next beat, or, at the end, to the last try
                 self._problems.add(
                     f"could not write what was recorded into {self._claim.run}: "
                     f"{type(error).__name__}: {error}; the journal keeps what it has room for"
                 )
             if ending:
                 return
+
+    def _has_just_lost_the_directory(self) -> bool:
+        """Whether somebody removed the run's directory, which is said: what follows is written into a new one."""
+        journal = self._journal
+        if self._is_gone or journal.path.exists():
+            return False
+        self._is_gone = True
+        journal.dropped["removed with the directory"] += journal.drained
+        self._problems.add(
+            f"{self._claim.run} was removed while it was recorded into: what lay there is lost "
+            f"({journal.drained} rows), what follows is written into a new one"
+        )
+        return True
 
     def _drain(self, all_of_it: bool) -> None:
         journal = self._journal

@@ -14,6 +14,7 @@ from gradtrace_recorder.rows import Rows
 from gradtrace_recorder.settings import Settings
 from gradtrace_recorder.summaries.summariser import Summariser
 from gradtrace_recorder.timeline import Timeline
+from gradtrace_recorder.versions import Versions
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Recording:
     rows: Rows
     names: Names = field(default_factory=Names)
     attribution: Attribution = field(default_factory=Attribution)
+    versions: Versions = field(default_factory=Versions)
     _noted: dict[tuple[int, int, str], int] = field(default_factory=dict)
 
     def noted(self, name: str) -> int:

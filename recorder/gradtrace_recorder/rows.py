@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,8 +16,19 @@ from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.summaries.summariser import shape_fields
 from gradtrace_recorder.summaries.values import Packed, as_bytes
 from gradtrace_recorder.timeline import StepTotals, Timeline
-from gradtrace_schemas.journal import KINDS, NULL_BOOL, NULL_FLOAT, NULL_INT32, NULL_INT64
+from gradtrace_recorder.versions import Change
+from gradtrace_schemas.journal import (
+    KINDS,
+    NULL_BOOL,
+    NULL_FLOAT,
+    NULL_INT32,
+    NULL_INT64,
+    NULL_STRING,
+)
 from gradtrace_schemas.steps import DIGEST_LINKS
+
+if TYPE_CHECKING:
+    from gradtrace_recorder.observers.python import NodeHooks
 
 NODE_EVENTS = KINDS["node_events"]
 _BUCKETS = KINDS["buckets"]
@@ -289,9 +300,22 @@ class Rows:
         exception_text: str,
         traceback: str | None,
         time_ns: int,
+        culprit: NodeHooks | None,
+        change: Change | None,
     ) -> None:
-        """An exception that left a backward pass."""
+        """An exception that left a backward pass; `culprit` is the Node that was running, if one was."""
         string = self._journal.string
+        of_node: tuple[int, ...] = (NULL_STRING, NULL_INT64, NULL_INT64, NULL_STRING)
+        call: tuple[int, ...] = (NULL_INT32, NULL_INT32, NULL_STRING)
+        if culprit is not None:
+            frame = culprit.frame
+            came = None if culprit.came_in is None else _names(_kinds(culprit.came_in))
+            of_node = (culprit.parameter_fqn, culprit.number, culprit.start, string(came))
+            call = (frame.step, frame.microbatch, frame.phase)
+        changer = change.frame if change is not None else None
+        changed = (NULL_INT32, NULL_STRING, NULL_INT32)
+        if changer is not None:
+            changed = (changer.root, changer.fqn_number, changer.call_index)
         self._journal.append(
             KINDS["failures"],
             self._timeline.step,
@@ -307,6 +331,10 @@ class Rows:
             string(exception_text[:4000]),
             string(traceback[-16000:] if traceback else None),
             time_ns,
+            *of_node,
+            *call,
+            string(change.between if change is not None else None),
+            *changed,
         )
 
     def _append(self, table: str, backward_index: int, *fields: float | bytes) -> None:
@@ -327,6 +355,14 @@ def _names(names: Sequence[str | None]) -> str:
         kept //= 2
         text = json.dumps([*names[:kept], f"... and {len(names) - kept} more"])
     return text
+
+
+def _kinds(came_in: Sequence[tuple[torch.dtype, torch.Size] | None]) -> list[str | None]:
+    """`float32[4, 6]` for each gradient."""
+    return [
+        None if one is None else f"{str(one[0]).removeprefix('torch.')}{list(one[1])}"
+        for one in came_in
+    ]
 
 
 def _int32(value: int | None) -> int:

@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gradtrace_recorder.guard import Guard, Problems
+from gradtrace_recorder.guard import Guard, Problems, say
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.settings import Settings
 from gradtrace_recorder.sources.ddp import DdpSource
-from gradtrace_recorder.sources.engine import EngineSource
+from gradtrace_recorder.sources.engine import EngineSource, tell_at_first_backward
 from gradtrace_recorder.sources.fsdp import FsdpSource
 from gradtrace_recorder.sources.modules import ModuleSource
 from gradtrace_recorder.sources.optimizer import OptimizerSource
@@ -72,6 +72,7 @@ class Session:
 
     def _open(self) -> Recording | None:
         from gradtrace_recorder import identity
+        from gradtrace_recorder.claim import NotOurs
         from gradtrace_recorder.summaries.summariser import unseen
 
         try:
@@ -86,6 +87,11 @@ class Session:
                 self._live = _Live(self.settings, who, self.problems)
             return self._live.recording
         except Exception as error:
+            if isinstance(error, NotOurs):
+                say(
+                    f"nothing of this process is recorded into {self.settings.directory!r}: {error}"
+                )
+                return None
             self.problems.add(
                 f"nothing is recorded into {self.settings.directory!r}: "
                 f"{_reason(error)}; the job goes on without"
@@ -96,11 +102,19 @@ class Session:
 
     def _forked(self) -> None:
         """In a forked child: a worker of a recording process records nothing, and writes nothing of ours."""
-        if self._live is not None or self.gate.recording is not None:
+        recording = self.gate.recording
+        if self._live is not None or recording is not None:
             for source in self._sources:
                 source.detach()
             self._live = None
             self.gate.shut()
+            if recording is not None:
+                recording.journal.forget()
+            parent = self._pid
+            tell_at_first_backward(
+                f"this process was forked from process {parent}, which is being recorded into "
+                f"{self.settings.directory!r}; it is not recorded itself"
+            )
         self._pid = os.getpid()
 
 
@@ -109,24 +123,37 @@ class _Live:
 
     def __init__(self, settings: Settings, who: Any, problems: Problems) -> None:
         from gradtrace_recorder import identity
-        from gradtrace_recorder.claim import claim_place
+        from gradtrace_recorder.claim import NotOurs, claim_place, living_rival
         from gradtrace_recorder.drain import Drain
         from gradtrace_recorder.journal import JournalWriter
         from gradtrace_recorder.rows import Rows
         from gradtrace_recorder.summaries.summariser import Summariser
         from gradtrace_recorder.timeline import Timeline
-        from gradtrace_schemas import layout
+        from gradtrace_schemas import layout, processes
 
         zero, wall = time.monotonic_ns(), time.time_ns()
         run = Path(settings.directory).absolute()
         about = {"settings": settings.as_json(), "versions": identity.versions()}
+        rival = living_rival(run, who)
+        if rival is not None and rival.is_ancestor:
+            raise NotOurs(
+                f"rank {who.rank} is recorded by process {rival.pid} already, which started this one; "
+                "give it a GRADTRACE_DIR of its own to record it"
+            )
         self.claim = claim_place(run, who, identity.start_token(who), about)
+        if rival is not None:
+            problems.add(
+                f"process {rival.pid} is recording rank {who.rank} into {run} too, as attempt {rival.attempt}; "
+                f"this one is attempt {self.claim.attempt}, nothing of the two is mixed"
+            )
         journal = JournalWriter(
             layout.journal_file(run, who.rank, self.claim.attempt),
             rank=who.rank,
             attempt=self.claim.attempt,
             wall_start_ns=wall,
             monotonic_start_ns=zero,
+            process_start=processes.start_of(who.pid),
+            machine=processes.machine_token(),
         )
         timeline = Timeline(settings.steps, settings.step_offset, zero)
         rows = Rows(journal, timeline)
@@ -155,6 +182,7 @@ class _Live:
     def close(self, recording: Recording, timeout: float) -> None:
         """Write the last step, drain the journal, and say "complete" last."""
         recording.timeline.finish()
+        self._about["uncaught"] = _uncaught()
         whole = self._drain.finish(timeout)
         recording.journal.close(remove=whole)
         self._write_rank_file(complete=whole)
@@ -173,11 +201,18 @@ class _Live:
                 "last_step": recording.timeline.step,
                 "recorded": recording.journal.recorded,
                 "dropped": dict(recording.journal.dropped),
+                "dropped_steps": recording.journal.dropped_steps,
                 "unsummarised": dict(recording.summariser.unsummarised),
                 "problems": recording.problems.texts,
                 "wall_end_ns": time.time_ns() if complete else None,
             }
         )
+
+
+def _uncaught() -> list[str] | None:
+    """Type and text of the exception that ends the process: Python has said it before `atexit` runs."""
+    error = getattr(sys, "last_value", None)
+    return None if error is None else [type(error).__name__, str(error)[:4000]]
 
 
 def _reason(error: Exception) -> str:

@@ -153,13 +153,24 @@ def _text(numbers: npt.NDArray[Any], strings: Sequence[str]) -> pa.Array:
 
 def _text_lists(numbers: npt.NDArray[Any], strings: Sequence[str]) -> pa.Array:
     used, places = np.unique(numbers, return_inverse=True)
-    lists = [json.loads(strings[n]) if n < len(strings) else None for n in used.tolist()]
+    lists = [_list(strings[n]) if n < len(strings) else None for n in used.tolist()]
     return pa.array(lists, STRINGS).take(pa.array(places.reshape(-1)))
+
+
+def _list(text: str) -> list[str | None] | None:
+    """The names that a text holds; None where a damaged journal holds something else in its place."""
+    try:
+        names = json.loads(text)
+    except ValueError:
+        return None
+    if isinstance(names, list) and all(n is None or isinstance(n, str) for n in names):
+        return names
+    return None
 
 
 def _shapes(values: Records) -> pa.Array:
     ndim = values["ndim"].astype(np.int64)
-    null = ndim == NULL_BOOL
+    null = ndim > values["sizes"].shape[1]  # NULL_BOOL, or a damaged journal
     lengths = np.where(null, 0, ndim)
     kept = np.arange(values["sizes"].shape[1]) < lengths[:, None]
     offsets = np.zeros(len(values) + 1, np.int32)

@@ -27,6 +27,8 @@ _TABLE_OF = {
     "buckets": "buckets",
 }
 
+DIGESTED_TABLES = tuple(sorted({_TABLE_OF[link] for link in DIGEST_LINKS}))
+
 
 class Digests:
     """Takes a rank's records in order, in as many portions as they come, and fills its `steps` records."""

@@ -127,7 +127,7 @@ GROUPS = Table(
 
 RANKS = Table(
     name="ranks",
-    version=1,
+    version=2,
     doc="One row per rank's recording.",
     key=("attempt", "rank"),
     journalled=False,
@@ -147,6 +147,13 @@ RANKS = Table(
         Column("last_step", INT32, "Last step that it recorded anything of.", True),
         Column("recorded", STRING, "Rows recorded, by table, as JSON."),
         Column("dropped", STRING, "Rows dropped, by reason, as JSON."),
+        Column(
+            "dropped_steps",
+            STRING,
+            "First and last step of which rows were dropped, by reason, as JSON.",
+            nullable=True,
+            since=3,
+        ),
         Column("unsummarised", STRING, "Tensors without a summary, by reason, as JSON."),
         Column("problems", STRING, "What went wrong inside the recorder, as a JSON list."),
         Column("wall_start_ns", INT64, "Wall clock (Unix) at the recording's time 0."),

@@ -2,7 +2,8 @@
 
 A journal is one file:
 
-    header (4 KiB) | what is running, per thread | what is held | strings | half 0 of the records | half 1
+    header (4 KiB, with a heartbeat, each thread's place, and what was dropped) | what is running, per thread
+    | what is held | strings | half 0 of the records | half 1
 
 Every record has the same size. Its first word is its number, from 1, written after all the rest, of which the
 last word is the number again: a record whose two words differ was being written when the process died. A
@@ -31,10 +32,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from gradtrace_schemas.catalogue import ALL_TABLES, SCHEMA_VERSION
-from gradtrace_schemas.table import SHAPE, SKETCH_LANES, STRING, STRINGS, Column, Table
+from gradtrace_schemas.table import INT32, SHAPE, SKETCH_LANES, STRING, STRINGS, Column, Table
 
 MAGIC = b"GRADTRCE"
-FORMAT_VERSION = 2
+# 2  held records.
+# 3  heartbeat, the process's own start, places of threads and what was dropped, all within the header's page.
+FORMAT_VERSION = 3
+OLDEST_FORMAT, OLDEST_SCHEMA = 2, 2
 HEADER_BYTES = 4096
 
 NULL_STRING = 2**32 - 1
@@ -66,8 +70,39 @@ HEADER = np.dtype(
         ("drained", "<u8"),
         ("strings_used", "<u8"),
         ("dropped", "<u8"),
+        ("heartbeat_ns", "<i8"),
+        ("process_start", "<u8"),
+        ("machine", "<u8"),
+        ("places_offset", "<u8"),
+        ("drops_offset", "<u8"),
+        ("closed_ns", "<i8"),
     ]
 )
+
+# Where each thread is, in the header's page: `moved_ns` is when it came there, written first and last, so that a
+# place of which they differ was being written when the process died.
+PLACE = np.dtype(
+    [
+        ("moved_ns", "<i8"),
+        ("kind", "<u4"),
+        ("name", "<u4"),
+        ("root", "<i4"),
+        ("call_index", "<i4"),
+        ("step", "<i4"),
+        ("microbatch", "<i4"),
+        ("backward_index", "<i4"),
+        ("spare", "<i4"),
+        ("moved_ns_again", "<i8"),
+    ]
+)
+PLACES_OFFSET = 1024
+# `name` is the module's FQN, or the class of the optimizer.
+IN_MODULE, IN_BACKWARD, IN_OPTIMIZER, AFTER_MODULE, AFTER_BACKWARD, AFTER_OPTIMIZER = range(1, 7)
+
+# What was dropped, by kind of record, in the header's page too; kind 0 is names without room.
+DROPS = np.dtype([("count", "<u8"), ("first_step", "<i4"), ("last_step", "<i4")])
+DROPS_OFFSET = 2048
+DROP_KINDS = 64
 
 RECORD_HEAD = np.dtype(
     [
@@ -129,16 +164,18 @@ def _field(column: Column) -> tuple[Any, ...]:
     return (column.name, np.dtype(column.type.to_pandas_dtype()).newbyteorder("<"))
 
 
-def plain_fields(table: Table) -> tuple[Column, ...]:
+def plain_fields(table: Table, schema_version: int = SCHEMA_VERSION) -> tuple[Column, ...]:
     """The columns of a table that its record holds besides the record's head, in order."""
-    return tuple(c for c in table.plain_columns if c.name not in _HEAD_COLUMNS)
+    return tuple(
+        c for c in table.plain_columns if c.name not in _HEAD_COLUMNS and c.since <= schema_version
+    )
 
 
 @functools.cache
-def record_dtype(table: Table) -> np.dtype[Any]:
+def record_dtype(table: Table, schema_version: int = SCHEMA_VERSION) -> np.dtype[Any]:
     """The record of a table: head, plain columns, summaries. The closing number comes after padding."""
     head = [(name, RECORD_HEAD[name]) for name in RECORD_HEAD.names or ()]
-    plain = [_field(column) for column in plain_fields(table)]
+    plain = [_field(column) for column in plain_fields(table, schema_version)]
     return np.dtype([*head, *plain, *((s.prefix + "summary", SUMMARY) for s in table.summaries)])
 
 
@@ -177,8 +214,8 @@ def record_struct(table: Table) -> struct.Struct:
 class Contents:
     """What a journal says: its header, its whole records in order, its strings, what was running.
 
-    `records` is uint8 of shape (n, record size), `numbers` and `kinds` have shape (n,). Held records come last,
-    numbered on from the newest.
+    `records` is uint8 of shape (n, record size), `numbers` and `kinds` have shape (n,). The last `held_count` were
+    held, numbered on from the newest. `running` and `places` are by thread; `drops` is by kind of record.
     """
 
     header: dict[str, Any]
@@ -187,11 +224,25 @@ class Contents:
     kinds: npt.NDArray[np.uint16]
     strings: list[str]
     running: npt.NDArray[Any]
+    places: npt.NDArray[Any]
+    drops: npt.NDArray[Any]
+    held_count: int
     torn_count: int
 
     def of(self, table: Table, after: int = 0) -> npt.NDArray[Any]:
-        """The records of one table whose number is greater than `after`."""
-        return of_table(self.records, self.kinds, self.numbers, table, after)
+        """The records of one table whose number is greater than `after`, with null in columns that are newer."""
+        version = self.header["schema_version"]
+        return of_table(self.records, self.kinds, self.numbers, table, after, version)
+
+    @property
+    def dropped(self) -> dict[str, tuple[int, int, int]]:
+        """By table (or `names`): how many records had no room, and the first and last step of these."""
+        names = {0: "names"} | {kind: name for name, kind in KINDS.items()}
+        return {
+            name: (int(drop["count"]), int(drop["first_step"]), int(drop["last_step"]))
+            for kind, name in names.items()
+            if kind < len(self.drops) and (drop := self.drops[kind])["count"]
+        }
 
 
 def of_table(
@@ -200,11 +251,38 @@ def of_table(
     numbers: npt.NDArray[np.uint64],
     table: Table,
     after: int = 0,
+    schema_version: int = SCHEMA_VERSION,
 ) -> npt.NDArray[Any]:
-    """The records of one table, as an array of its dtype."""
+    """The records of one table, as an array of its dtype; `schema_version` is that of who wrote them."""
     chosen = records[(kinds == KINDS[table.name]) & (numbers > np.uint64(after))]
-    dtype = record_dtype(table)
-    return np.ascontiguousarray(chosen[:, : dtype.itemsize]).view(dtype).reshape(-1)
+    dtype = record_dtype(table, schema_version)
+    found = np.ascontiguousarray(chosen[:, : dtype.itemsize]).view(dtype).reshape(-1)
+    return found if dtype == record_dtype(table) else _with_newer_columns(found, table)
+
+
+def _with_newer_columns(old: npt.NDArray[Any], table: Table) -> npt.NDArray[Any]:
+    """The same records in today's dtype: what they lack is null."""
+    new = np.zeros(len(old), record_dtype(table))
+    for name in new.dtype.names or ():
+        if name in (old.dtype.names or ()):
+            new[name] = old[name]
+        else:
+            store_null(new, table.column(name))
+    return new
+
+
+def store_null(records: npt.NDArray[Any], column: Column) -> None:
+    """Make a plain column null in all of these records."""
+    if column.type in (STRING, STRINGS):
+        records[column.name] = NULL_STRING
+    elif column.type == SHAPE:
+        records[column.name]["ndim"] = NULL_BOOL
+    elif pa.types.is_boolean(column.type):
+        records[column.name] = NULL_BOOL
+    elif pa.types.is_floating(column.type):
+        records[column.name] = NULL_FLOAT
+    else:
+        records[column.name] = NULL_INT32 if column.type == INT32 else NULL_INT64
 
 
 def heads(records: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint16]]:
@@ -230,28 +308,21 @@ def read_journal(data: bytes) -> Contents:
     header = {name: raw[name].item() for name in HEADER.names or ()}
     if header["magic"] != MAGIC:
         raise UnreadableJournal("the file does not begin as a journal does")
-    versions = (header["format_version"], header["schema_version"], header["record_bytes"])
-    if versions != (FORMAT_VERSION, SCHEMA_VERSION, RECORD_BYTES):
-        raise UnreadableJournal(
-            f"the journal has format {versions[0]}, schema {versions[1]} and records of {versions[2]} bytes; this "
-            f"version reads {FORMAT_VERSION}, {SCHEMA_VERSION} and {RECORD_BYTES}: the gradtrace that wrote it reads it"
-        )
+    size = _record_bytes(header)
     strings = _strings(data, header)
     places = 2 * header["half_records"]
     start = header["records_offset"]
-    whole = max(0, min(places, (len(data) - start) // RECORD_BYTES))
-    records = np.frombuffer(data, np.uint8, whole * RECORD_BYTES, start if whole else 0)
-    records = records.reshape(-1, RECORD_BYTES)
+    records = _area(data, start, places, size)
     numbers, kinds = heads(records)
     closing = np.ascontiguousarray(records[:, -8:]).view("<u8").reshape(-1)
     written = numbers > header["drained"]
     right_place = (numbers - np.uint64(1)) % np.uint64(max(1, places)) == np.arange(
-        whole, dtype=np.uint64
+        len(records), dtype=np.uint64
     )
     known = np.isin(kinds, list(KINDS.values()))
     valid = written & (numbers == closing) & right_place & known
     order = np.argsort(numbers[valid], kind="stable")
-    held = _held(data, header, numbers[valid])
+    held = _held(data, header, numbers[valid], size)
     held_numbers, held_kinds = heads(held)
     return Contents(
         header=header,
@@ -260,18 +331,45 @@ def read_journal(data: bytes) -> Contents:
         kinds=np.concatenate((kinds[valid][order], held_kinds)),
         strings=strings,
         running=_running(data, header),
+        places=_places(data, header),
+        drops=_in_header(data, header["drops_offset"], DROPS, DROP_KINDS),
+        held_count=len(held),
         torn_count=int((~valid & ((closing > header["drained"]) | written)).sum()),
     )
 
 
+def _record_bytes(header: dict[str, Any]) -> int:
+    """The size of the journal's records. Raises UnreadableJournal for a version that is not read."""
+    versions = (header["format_version"], header["schema_version"])
+    known = OLDEST_FORMAT <= versions[0] <= FORMAT_VERSION
+    if not known or not OLDEST_SCHEMA <= versions[1] <= SCHEMA_VERSION:
+        raise UnreadableJournal(
+            f"the journal has format {versions[0]} and schema {versions[1]}; this version reads {OLDEST_FORMAT} to "
+            f"{FORMAT_VERSION} and {OLDEST_SCHEMA} to {SCHEMA_VERSION}: the gradtrace that wrote it reads it"
+        )
+    if max(header["drained"], header["strings_used"]) >= 2**62:
+        raise UnreadableJournal(
+            "the journal's counters are out of all bounds: its header is damaged"
+        )
+    size = int(header["record_bytes"])
+    least = max(record_dtype(t, versions[1]).itemsize for t in JOURNAL_TABLES) + 8
+    if not least <= size <= 16 * RECORD_BYTES or size % 8:
+        raise UnreadableJournal(f"the journal's records have {size} bytes: its header is damaged")
+    return size
+
+
+def _area(data: bytes, start: int, count: int, size: int) -> npt.NDArray[np.uint8]:
+    """So many records from there on, as far as the data goes: uint8 of shape (n, size)."""
+    whole = max(0, min(count, (len(data) - start) // size))
+    area = np.frombuffer(data, np.uint8, whole * size, start if whole else 0)
+    return area.reshape(-1, size)
+
+
 def _held(
-    data: bytes, header: dict[str, Any], valid: npt.NDArray[np.uint64]
+    data: bytes, header: dict[str, Any], valid: npt.NDArray[np.uint64], size: int
 ) -> npt.NDArray[np.uint8]:
     """The held records that nothing has replaced, numbered on from the newest record."""
-    start = header["held_offset"]
-    whole = max(0, min(HELD_PLACES, (len(data) - start) // RECORD_BYTES))
-    places = np.frombuffer(data, np.uint8, whole * RECORD_BYTES, start if whole else 0)
-    places = places.reshape(-1, RECORD_BYTES)
+    places = _area(data, header["held_offset"], HELD_PLACES, size)
     in_use, kinds = heads(places)
     replaced_by = np.ascontiguousarray(places[:, -8:]).view("<u8").reshape(-1)
     is_replaced = (replaced_by != 0) & (
@@ -305,6 +403,21 @@ def _running(data: bytes, header: dict[str, Any]) -> npt.NDArray[Any]:
     if len(data) < start + THREAD_SLOTS * THREAD.itemsize:
         return np.zeros(0, THREAD)
     return np.frombuffer(data, THREAD, THREAD_SLOTS, start)
+
+
+def _places(data: bytes, header: dict[str, Any]) -> npt.NDArray[Any]:
+    """Where threads are, in the order of `running`; of kind 0 where that is not known."""
+    places = _in_header(data, header["places_offset"], PLACE, THREAD_SLOTS).copy()
+    places["kind"][places["moved_ns"] != places["moved_ns_again"]] = 0
+    return places
+
+
+def _in_header(data: bytes, start: int, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+    """Something of the header's page; empty in a journal that is older than it, or cut off before."""
+    end = start + count * dtype.itemsize
+    if not start or end > min(len(data), HEADER_BYTES):
+        return np.zeros(0, dtype)
+    return np.frombuffer(data, dtype, count, start)
 
 
 def text_of(strings: Sequence[str], number: int) -> str | None:

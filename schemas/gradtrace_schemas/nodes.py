@@ -17,10 +17,12 @@ from gradtrace_schemas.table import (
     SHAPE,
     START_NS,
     STRING,
+    STRINGS,
     Column,
     SummaryColumns,
     Table,
     nullable,
+    since,
 )
 
 _PASS_KEY = ("attempt", "rank", "step", "backward_index")
@@ -132,9 +134,39 @@ NODE_TENSORS = Table(
     ),
 )
 
+_OF_THE_NODE = (
+    Column("parameter_fqn", STRING, "Parameter, when that Node accumulates one.", True),
+    Column("autograd_seq", INT64, "Autograd's own number of that Node.", True),
+    Column("node_start_ns", INT64, "When that Node began, on the recording's clock.", True),
+    Column(
+        "grad_outputs",
+        STRINGS,
+        "What came into that Node, in order: `float32[4, 6]`, null where no gradient came.",
+        nullable=True,
+    ),
+    Column("call_step", INT32, "Step of the forward call that made that Node.", True),
+    Column("call_microbatch", INT32, "Microbatch of that call.", True),
+    Column("call_phase", STRING, "Its phase, as in `module_calls`.", True),
+    Column(
+        "changed_between",
+        STRING,
+        "Where the exception says that a saved tensor was modified in place: between which two moments that was. That "
+        "Node holds the tensor. Null where it cannot be told.",
+        nullable=True,
+    ),
+    Column("changed_root", INT32, "Root of the module in `changed_module_fqn`.", True),
+    Column(
+        "changed_module_fqn",
+        STRING,
+        "Innermost module call during which it was changed; null where it was not surely during one.",
+        nullable=True,
+    ),
+    Column("changed_call_index", INT32, "Which call of that module.", True),
+)
+
 FAILURES = Table(
     name="failures",
-    version=1,
+    version=2,
     doc="One row per exception that left a backward pass.",
     key=_PASS_KEY,
     entries=(
@@ -152,5 +184,6 @@ FAILURES = Table(
         Column("exception_text", STRING, "Its text, at most 4,000 characters."),
         Column("traceback", STRING, "Its traceback, at most 16,000 characters.", True),
         Column("time_ns", INT64, "When it left the engine, on the recording's clock."),
+        *(since(3, column) for column in _OF_THE_NODE),
     ),
 )

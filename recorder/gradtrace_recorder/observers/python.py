@@ -105,6 +105,7 @@ class PassWatch:
         self.indexes = itertools.count()
         self.task: int | None = None
         self.running: dict[int, NodeHooks] = {}
+        self.culprit: NodeHooks | None = None  # what was running when the pass failed
         self._handles: list[RemovableHandle] = []
         self._stand_ins: dict[int, ParameterName] = {}
         # As long as the graph holds them too: one pass.
@@ -179,6 +180,7 @@ class PassWatch:
                     self.recording.attribution.node_failed(hooks.thread)
                 self.recording.journal.pop_running(hooks.thread)
                 frame = hooks.frame
+                self.culprit = hooks
                 culprit = (index, hooks.name, frame.root, frame.fqn_number, frame.call_index)
         self.running.clear()
         return culprit
@@ -231,6 +233,7 @@ class NodeHooks:
     """
 
     __slots__ = (
+        "came_in",
         "frame",
         "index",
         "is_maker",
@@ -264,6 +267,7 @@ class NodeHooks:
         self.python_defined = False
         self.mutable_before: Packed | None = None
         self.local: tuple[tuple[int, ...], int, Packed] | None = None
+        self.came_in: list[tuple[torch.dtype, torch.Size] | None] | None = None
         self.index = -1
         self.start = self.thread = self.own_ns = 0
 
@@ -290,6 +294,7 @@ class NodeHooks:
             watch.running[index] = self
             self.thread = _get_ident()
             frame = self.frame
+            self.came_in = [None if g is None else (g.dtype, g.shape) for g in grad_outputs]
             if self.python_defined:
                 with unasked():
                     self.mutable_before = _all_of(watch.recording.summariser, grad_outputs)
@@ -327,6 +332,7 @@ class NodeHooks:
                 return
             end = _clock() - watch.zero_ns
             del watch.running[self.index]
+            self.came_in = None
             watch.pop_running(self.thread)
             with unasked():
                 if self.is_maker:
@@ -485,6 +491,12 @@ def _reachable(roots: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[tuple[
                 seen.add(following)
                 waiting.append((following, number))
     return nodes, leaves
+
+
+def nodes_numbered(number: int, name: str, roots: Sequence[Any]) -> list[Any]:
+    """The Nodes of that sequence number and name that can be reached from the roots."""
+    nodes, _ = _reachable(roots)
+    return [n for at, n in nodes if at == number and n.name().rpartition("::")[2] == name]
 
 
 def _first(entry: tuple[int, Any]) -> int:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradtrace_recorder.attribution import Frame
 from gradtrace_recorder.dynamo import never_compiled
+from gradtrace_recorder.journal import NOWHERE
 from gradtrace_recorder.naming import ModuleName, unwrapped
 from gradtrace_recorder.summaries.values import Packed
 
@@ -28,7 +29,7 @@ class Call:
 
     __slots__ = (
         "began", "depth", "end_ns", "frame", "inputs", "last_hook", "microbatch", "module_id", "name", "phase",
-        "saw_inner", "start_ns",
+        "place", "place_before", "saw_inner", "start_ns",
     )  # fmt: skip
 
     def __init__(self, module_id: int, name: ModuleName | None) -> None:
@@ -44,6 +45,8 @@ class Call:
         self.last_hook: RemovableHandle | None = None
         self.began = 0
         self.saw_inner = False
+        self.place_before = NOWHERE
+        self.place = NOWHERE[1:]
 
     def forget(self) -> None:
         """Nobody will call the hook that waits on the module."""

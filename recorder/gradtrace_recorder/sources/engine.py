@@ -12,8 +12,14 @@ import torch
 from torch.autograd import Variable
 
 from gradtrace_recorder.dynamo import never_compiled
-from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.observers.python import Culprit, PassWatch, PythonObserver
+from gradtrace_recorder.guard import Guard, say
+from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
+from gradtrace_recorder.observers.python import (
+    Culprit,
+    PassWatch,
+    PythonObserver,
+    nodes_numbered,
+)
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.sources.ddp import DdpSource
@@ -21,6 +27,8 @@ from gradtrace_recorder.sources.dry_runs import is_dry_run
 from gradtrace_recorder.sources.modules import ModuleSource
 from gradtrace_recorder.sources.state import inside_backward, record_gradients
 from gradtrace_recorder.summaries.summariser import unasked, unseen
+from gradtrace_recorder.versions import Change
+from gradtrace_schemas.journal import AFTER_BACKWARD, IN_BACKWARD, NULL_INT32, NULL_STRING
 
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
@@ -87,7 +95,7 @@ class EngineSource:
             result = run(*args, **kwargs)
         except BaseException as error:
             failure = RELAYS.own_failure(error)
-            self._end(begun, failure or error)
+            self._end(begun, failure or error, _argument("tensors", 0, args, kwargs, ()))
             if failure is None:
                 raise
         else:
@@ -137,11 +145,18 @@ class EngineSource:
                 gradient_ready=self._ddp.gradient_ready if self._ddp.has_models else None,
             )
         open_passes.append(opened)
+        thread = threading.get_ident()
+        opened.place_before = recording.journal.place_of(thread)
         opened.start_ns = timeline.now()
+        null = NULL_INT32
+        opened.place = (NULL_STRING, null, null, timeline.step, opened.microbatch, index)
+        recording.journal.move(thread, opened.start_ns, (IN_BACKWARD, *opened.place))
         timeline.totals.recorder_ns += opened.start_ns - entered
         return opened
 
-    def _end(self, opened: _OpenPass, error: BaseException | None) -> None:
+    def _end(
+        self, opened: _OpenPass, error: BaseException | None, outputs: Sequence[Any] = ()
+    ) -> None:
         recording = opened.recording
         timeline = recording.timeline
         end = timeline.now()
@@ -149,14 +164,20 @@ class EngineSource:
         self._open.pop(opened.index, None)
         try:
             with unasked():
-                self._close(opened, error, end)
+                self._close(opened, error, end, outputs)
             timeline.totals.recorder_ns += timeline.now() - end
         except Exception as ours:
             self._guard.failed(ours)
 
-    def _close(self, opened: _OpenPass, error: BaseException | None, end: int) -> None:
+    def _close(
+        self, opened: _OpenPass, error: BaseException | None, end: int, outputs: Sequence[Any]
+    ) -> None:
         recording = opened.recording
         timeline = recording.timeline
+        before = opened.place_before
+        after: Place = (AFTER_BACKWARD, *opened.place)
+        place = before if before[0] in INSIDE else after
+        recording.journal.move(threading.get_ident(), end, place)
         watch = opened.watch
         failed = watch.close(failed=error is not None) if watch is not None else None
         reduces = opened.accumulates and opened.top_level
@@ -167,7 +188,7 @@ class EngineSource:
             )
         if watch is not None and failed is not None:
             # Behind the rows of its buckets: a pass that has a row has all of them.
-            self._write(opened, watch, end, failed, error, ddp_sync)
+            self._write(opened, watch, end, failed, error, outputs, ddp_sync)
         if opened.top_level:
             timeline.totals.backward_ns += end - opened.start_ns
             if opened.accumulates and error is None:
@@ -188,6 +209,7 @@ class EngineSource:
         end: int,
         failed: Culprit,
         error: BaseException | None,
+        outputs: Sequence[Any],
         ddp_sync: str | None,
     ) -> None:
         recording = opened.recording
@@ -200,6 +222,8 @@ class EngineSource:
                 str(error),
                 "".join(traceback.format_exception(error)),
                 end,
+                watch.culprit,
+                self._change(recording, watch, str(error), outputs),
             )
         recording.rows.backward_pass(
             opened.index,
@@ -216,6 +240,21 @@ class EngineSource:
             ddp_sync,
         )
 
+    def _change(
+        self, recording: Recording, watch: PassWatch, text: str, outputs: Sequence[Any]
+    ) -> Change | None:
+        """Who changed what the failed Node had saved, if that is why it failed."""
+        culprit = watch.culprit
+        if culprit is None or "modified by an inplace operation" not in text:
+            return None
+        if culprit.number < 0 or not recording.attribution.is_of_one_thread:
+            return None  # sequence numbers of several threads do not compare
+        name = recording.journal.texts[culprit.name]
+        nodes = nodes_numbered(culprit.number, name, [n for n in map(_node_of, outputs) if n])
+        if len(nodes) != 1:
+            return None
+        return recording.versions.change(nodes[0], culprit.number, culprit.frame, name, text)
+
     def _record_carried(self, recording: Recording, backward_index: int) -> None:
         """What `.grad` holds when the step's first backward pass begins: usually nothing."""
         step = recording.timeline.step
@@ -227,6 +266,24 @@ class EngineSource:
             record_gradients(
                 recording, "carried", backward_index, recording.timeline.microbatch, tensors
             )
+
+
+def tell_at_first_backward(text: str) -> None:
+    """Say this once, when the process calls the engine, and leave the engine alone from then on."""
+    original = Variable._execution_engine
+
+    class TellingEngine(type(original)):  # type: ignore[misc]
+        """The engine, of a process that is not recorded."""
+
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            Variable._execution_engine = original
+            data = sys.modules.get("torch.utils.data")
+            if data is None or data.get_worker_info() is None:
+                say(text)
+            return original.run_backward(*args, **kwargs)
+
+    never_compiled(TellingEngine.run_backward, calls_the_job=True)
+    Variable._execution_engine = TellingEngine()
 
 
 class _OpenPass:
@@ -250,6 +307,8 @@ class _OpenPass:
         self.loss: float | None = None
         self.root_node_name: str | None = None
         self.start_ns = 0
+        self.place_before = NOWHERE
+        self.place = NOWHERE[1:]
 
 
 def _argument(

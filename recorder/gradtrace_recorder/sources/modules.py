@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from gradtrace_recorder.attribution import Frame, RootCall
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
+from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
 from gradtrace_recorder.naming import ModuleName, holds_parameters, unwrapped
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone, is_of_a_compiler
@@ -27,7 +29,9 @@ from gradtrace_recorder.sources.state import (
 )
 from gradtrace_recorder.summaries.summariser import named_tensors, unasked
 from gradtrace_recorder.summaries.values import Packed, combined
+from gradtrace_schemas.journal import AFTER_MODULE, IN_MODULE, NULL_INT32
 
+_get_ident = threading.get_ident
 _get_sequence_nr = torch._C._autograd._get_sequence_nr
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
@@ -131,8 +135,7 @@ class ModuleSource:
         timeline = recording.timeline
         entered = timeline.now()
         local = self._local
-        if local.forget_abandoned(entering=True):
-            recording.attribution.lost(_get_sequence_nr())
+        self.forget_abandoned(recording, entering=True)
         stack = local.stack
         if not stack and is_dry_run():
             return
@@ -161,18 +164,25 @@ class ModuleSource:
             root_call = outer.root_call if outer is not None else None
         else:
             root_call = self._enter_root(recording, module, name, grad_mode)
+        if not stack:
+            call.place_before = recording.journal.place_of(_get_ident())
         if not timeline.is_recorded:
             stack.append(call)
+            self._move(recording, call, timeline.now(), NULL_INT32)
             return
         in_backward = inside_backward()
         phase = "recompute" if in_backward else "forward" if grad_mode else "no_grad"
         call.microbatch = timeline.microbatch
         call.phase = self._phase(recording, phase)
         index = self._call_index(recording, name, phase)
-        call.frame = Frame(name.root, name.fqn, name.fqn_number, index, root_call, name.wanted)
+        call.frame = Frame(
+            name.root, name.fqn, name.fqn_number, index, root_call, name.wanted, timeline.step, call.microbatch,
+            call.phase, stack[-1].frame if stack else None,
+        )  # fmt: skip
         if grad_mode:
             call.began = _get_sequence_nr()
             recording.attribution.mark(call.began, call.frame)
+            recording.versions.went_in(call.began, call.frame, args)
         if name.wraps and grad_mode:
             self._ddp.forward_begins(module)
         if not stack and not in_backward:
@@ -185,12 +195,26 @@ class ModuleSource:
             call.last_hook = module.register_forward_hook(hook, with_kwargs=True)
         stack.append(call)
         call.start_ns = timeline.now()
+        self._move(recording, call, call.start_ns, index)
         timeline.totals.recorder_ns += call.start_ns - entered
 
-    def forget_abandoned(self, recording: Recording) -> None:
-        """An exception that no hook saw may have left calls behind: what was made since is nobody's."""
-        if self._local.forget_abandoned(entering=False):
+    def _move(self, recording: Recording, call: Call, at_ns: int, call_index: int) -> None:
+        """The thread is in this call now."""
+        name, timeline = call.name, recording.timeline
+        assert name is not None
+        call.place = (
+            name.fqn_number, name.root, call_index, timeline.step, timeline.microbatch, NULL_INT32,
+        )  # fmt: skip
+        recording.journal.move(_get_ident(), at_ns, (IN_MODULE, *call.place))
+
+    def forget_abandoned(self, recording: Recording, *, entering: bool = False) -> None:
+        """An exception that no hook saw may have left calls behind: what was made since is nobody's.
+
+        `entering` says that a module is just being called.
+        """
+        if self._local.forget_abandoned(entering=entering):
             recording.attribution.lost(_get_sequence_nr())
+            recording.journal.move(_get_ident(), recording.timeline.now(), NOWHERE)
 
     def _innermost(self, module: nn.Module) -> Call | None:
         """The innermost call of this module, None for one entered before we were attached."""
@@ -207,10 +231,19 @@ class ModuleSource:
             left.forget()
             if left is call:
                 break
+        before = call.place_before
+        place: Place = (AFTER_MODULE, *call.place)
+        if stack:
+            place = (IN_MODULE, *stack[-1].place)
+        elif before[0] in INSIDE:
+            place = before
+        recording.journal.move(_get_ident(), call.end_ns, place)
         if call.frame is not None and torch.is_grad_enabled():
             outer = stack[-1].frame if stack else None
             attribution, number = recording.attribution, _get_sequence_nr()
             attribution.mark(number, outer)
+            if rest:
+                recording.versions.came_out(number, call.frame, (*args, rest[1]))
             if rest and not stack and attribution.must_tag:
                 came, went = named_tensors([args, rest[0]]), named_tensors(rest[1])
                 attribution.tag((t for _, t in went), call.began, number, (t for _, t in came))

@@ -24,7 +24,9 @@ from gradtrace_recorder.sources.state import (
     record_parameters_after,
 )
 from gradtrace_recorder.summaries.summariser import unasked
+from gradtrace_schemas.journal import AFTER_OPTIMIZER, IN_OPTIMIZER, NULL_INT32
 
+_get_sequence_nr = torch._C._autograd._get_sequence_nr
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -102,6 +104,8 @@ class OptimizerSource:
                     self._record_seen(recording, optimizer)
             started = timeline.now()
             stack.append((id(optimizer), started))
+            if outermost:
+                self._move(recording, IN_OPTIMIZER, optimizer, started)
             timeline.totals.recorder_ns += started - entered
         except Exception as error:
             self._guard.failed(error)
@@ -119,6 +123,7 @@ class OptimizerSource:
             if stack:
                 return
             ended = timeline.now()
+            self._move(recording, AFTER_OPTIMIZER, optimizer, ended)
             timeline.totals.optimizer_ns += ended - started
             timeline.totals.skipped = timeline.totals.skipped or False
             if timeline.is_recorded and recording.settings.records_state:
@@ -128,6 +133,19 @@ class OptimizerSource:
             timeline.optimizer_stepped(inside_backward=inside_backward())
         except Exception as error:
             self._guard.failed(error)
+
+    def _move(self, recording: Recording, kind: int, optimizer: Optimizer, at_ns: int) -> None:
+        name = recording.journal.string(type(optimizer).__name__)
+        timeline = recording.timeline
+        place = (kind, name, NULL_INT32, NULL_INT32, timeline.step, timeline.microbatch, NULL_INT32)
+        recording.journal.move(threading.get_ident(), at_ns, place)
+        if timeline.is_recorded:
+            recording.versions.optimizer(
+                _get_sequence_nr(),
+                type(optimizer).__name__,
+                (p for group in optimizer.param_groups for p in group["params"]),
+                is_over=kind == AFTER_OPTIMIZER,
+            )
 
     def _scaler_stepped(self, *, skipped: bool) -> None:
         recording = self._gate.recording

@@ -1,0 +1,303 @@
+"""How ranks ended, in the words of a colleague: a sentence for each rank, a table, JSON."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+from gradtrace_analyzer.endings import Ending, Endings
+from gradtrace_analyzer.failures import FailedPass
+from gradtrace_analyzer.last_seen import LastSeen, Place
+from gradtrace_analyzer.laws.phrases import counted, listed, module_phrase, verb
+from gradtrace_analyzer.reports.tables import table_lines
+from gradtrace_analyzer.run import ranks_phrase, spans
+from gradtrace_analyzer.waiting import Wait
+
+COLUMNS = ("rank", "state", "step", "where", "since", "waits for", "exception")
+_MOST_ALIKE = 8  # ranks of which each gets a sentence where they all ended well
+
+
+def lines(found: Endings, name: str) -> Iterator[str]:
+    """The answer for a terminal."""
+    yield f"{name} (attempt {found.run.attempt}): {explanation(found)}"
+    yield ""
+    yield from table_lines(COLUMNS, [_row(ending) for ending in found.ranks])
+    told = [ending for ending in found.ranks if ending.state not in ("ended", "not_asked")]
+    if told or len(found.ranks) <= _MOST_ALIKE:
+        yield ""
+        for ending in told or found.ranks:
+            yield sentence(ending)
+
+
+def as_object(found: Endings, name: str) -> dict[str, Any]:
+    """The same for a program."""
+    return {
+        "run": name,
+        "attempt": found.run.attempt,
+        "verdict": found.verdict,
+        "explanation": explanation(found),
+        "ranks": [_rank_object(ending) for ending in found.ranks],
+    }
+
+
+def explanation(found: Endings) -> str:
+    """One sentence over all ranks: who failed, and who only waited for them."""
+    if not found.ranks:
+        return "nothing was recorded, so nothing can be told."
+    if found.verdict == "well":
+        asked = [ending.rank for ending in found.ranks if ending.state == "ended"]
+        return f"{ranks_phrase(asked)} ended well."
+    said = []
+    for states, words in (
+        (("raised",), "raised an exception"),
+        (("died",), "died"),
+        (("silent",), "gave no sign of life"),
+        (("stuck",), "{} stuck"),
+        (("waits",), "{}"),
+        (("running",), "{} running"),
+        (("unknown",), "left nothing that tells how they ended"),
+        (("missing",), "recorded nothing"),
+    ):
+        ranks = [e.rank for e in found.of(*states)]  # type: ignore[arg-type]
+        if ranks:
+            is_are = (
+                verb(ranks, "waits", "wait") if states == ("waits",) else verb(ranks, "is", "are")
+            )
+            said.append(f"{ranks_phrase(ranks)} {words.format(is_are)}")
+    waited = sorted(
+        {rank for ending in found.ranks if ending.wait for rank in ending.wait.for_ranks}
+        - {ending.rank for ending in found.ranks if ending.wait}
+    )
+    text = "; ".join(said)
+    if waited:
+        waiting = [ending.rank for ending in found.ranks if ending.wait]
+        text += f"; {ranks_phrase(waiting)} waited for {ranks_phrase(waited)}"
+    return f"{text}."
+
+
+def sentence(ending: Ending) -> str:
+    """One rank in a sentence or three."""
+    rank, seen, place = f"Rank {ending.rank}", ending.seen, ending.place
+    said: list[str] = []
+    if ending.state == "missing":
+        return f"{rank} recorded nothing: it died before its first step, or never began."
+    if ending.state == "not_asked":
+        return f"{rank} was not recorded (GRADTRACE_RANKS)."
+    if ending.state == "unknown":
+        said.append(
+            f"{rank} did not close its recording and left no journal that can be read: nothing tells how it ended."
+        )
+    if ending.state == "ended":
+        said.append(f"{rank} ended well{_last_step(ending)}.")
+    if ending.last_failure is not None:
+        said.append(_raised(ending, ending.last_failure))
+    if ending.uncaught is not None and not _is_said(ending):
+        kind, text = ending.uncaught
+        said.append(
+            f"{rank} was ended by {kind}: {_first_line(text)} It came from outside any backward pass."
+        )
+    elif ending.state == "raised":
+        said.append(
+            "The job caught it and ended by itself."
+            if ending.uncaught is None
+            else "It ended the process."
+        )
+    if seen is not None and ending.state not in ("ended", "raised"):
+        said.append(f"{rank} {_whereabouts(ending, seen, place)}.")
+    if ending.wait is not None and seen is not None:
+        said.append(_waiting(ending.wait, seen))
+    if ending.dropped:
+        said.append(f"Not in the answer: {_dropped(ending)}.")
+    return " ".join(said)
+
+
+def _whereabouts(ending: Ending, seen: LastSeen, place: Place | None) -> str:
+    """`died in step 3, in SigmoidBackward0 of blocks.2, which began at 11:02:03.456 ...`"""
+    where = "before its first event" if place is None else _where(place)
+    since = "" if place is None else _since(place, seen)
+    last = f"its last sign of life was at {clock(seen.last_unix_ns)}"
+    idle = (ending.idle_ns or 0) / 1e9
+    if ending.state == "died":
+        return f"died {where}{since}; {last}"
+    if ending.state == "silent":
+        ago = (datetime.datetime.now().timestamp() * 1e9 - seen.last_unix_ns) / 1e9
+        host = ending.facts.get("host") or "another host"
+        return f"was last seen {where}{since}; {last}, {seconds(ago)} ago, on {host}: it died, or its disk stalls"
+    if ending.state == "stuck":
+        return f"lives and has not moved for {seconds(idle)}: it is {where}{since}"
+    if ending.state == "waits":
+        return f"has waited for {seconds(idle)} {where}{since}"
+    return f"is running: {where}{since}"
+
+
+def _where(place: Place) -> str:
+    step = "" if place.step is None else f"in step {place.step}, "
+    if place.doing == "node":
+        of = place.parameter_fqn or module_phrase(place.module_fqn)
+        again = (
+            ""
+            if place.module_inside is None
+            else f", running the forward of {module_phrase(place.module_inside)} again"
+        )
+        return f"{step}in {place.node_name} of {of}{again}"
+    if place.doing == "module":
+        return f"{step}in the forward of {module_phrase(place.module_fqn)}"
+    if place.doing == "backward":
+        engine = "in no Node (it waits for reductions, or runs a callback)"
+        return f"{step}in backward pass {place.backward_index}, {engine}"
+    if place.doing == "optimizer":
+        return f"{step}in a step of {place.optimizer}"
+    after = {
+        "after_module": f"the forward of {module_phrase(place.module_fqn)}",
+        "after_backward": f"backward pass {place.backward_index}",
+        "after_optimizer": f"a step of {place.optimizer}",
+    }[place.doing]
+    return f"{step}after {after}, in code outside any module, backward pass or optimizer"
+
+
+def _since(place: Place, seen: LastSeen) -> str:
+    began = "which began at" if place.doing == "node" else "since"
+    at = clock(seen.wall_start_ns + place.since_ns)
+    return f", {began} {at} ({seconds(place.since_ns / 1e9)} after its recording began)"
+
+
+def _waiting(wait: Wait, seen: LastSeen) -> str:
+    """`It waits in bucket 0 of step 3 (head.weight and 3 more) for rank 1, which has not launched it.`"""
+    what = (
+        f"Bucket {wait.bucket_index} of step {wait.step} ({listed(wait.parameter_fqns)}), launched at "
+        f"{clock(seen.wall_start_ns + wait.launched_ns)}, was not reduced"
+    )
+    if wait.others:
+        rank, step, bucket, fqns = wait.others[0]
+        return (
+            f"{what}: rank {rank} came with bucket {bucket} of step {step} ({listed(fqns)}) instead, so the two "
+            "collectives do not match."
+        )
+    if wait.absent:
+        return (
+            f"{what}: {ranks_phrase(wait.absent)} {verb(wait.absent, 'has', 'have')} not launched "
+            f"{verb(wait.absent, 'its', 'their')} own."
+        )
+    return f"{what}, though every rank has launched its own."
+
+
+def _raised(ending: Ending, failed: FailedPass) -> str:
+    row = failed.row
+    said = f"Rank {ending.rank} raised in step {failed.step}, backward pass {failed.backward_index}, {failed.told}"
+    if row["grad_outputs"]:
+        came = [one or "nothing" for one in row["grad_outputs"]]
+        said += f" What came in: {', '.join(came)}."
+    if row["call_phase"] is not None and row["module_fqn"] is not None:
+        said += (
+            f" The Node was made by call {row['call_index']} of {module_phrase(row['module_fqn'])} in microbatch "
+            f"{row['call_microbatch']} of step {row['call_step']} ({row['call_phase']})."
+        )
+    if row["changed_between"] is not None:
+        inside = (
+            f"during call {row['changed_call_index']} of {module_phrase(row['changed_module_fqn'])}, "
+            if row["changed_module_fqn"] is not None
+            else ""
+        )
+        said += f" The tensor that this Node holds was changed {inside}{row['changed_between']}."
+    if ending.failure_count > 1:
+        said += f" It was the last of {counted(ending.failure_count, 'such pass')}."
+    if ending.went_on:
+        said += " The job caught it and went on."
+    return said
+
+
+def _is_said(ending: Ending) -> bool:
+    """Whether what ended the process is the exception of the last failed pass."""
+    last = ending.last_failure
+    if last is None or ending.uncaught is None:
+        return ending.uncaught is None
+    return ending.uncaught[0] == last.row["exception_type"] and (
+        ending.uncaught[1][:400] == str(last.row["exception_text"])[:400]
+    )
+
+
+def _dropped(ending: Ending) -> str:
+    said = []
+    for table, (count, first, last) in sorted(ending.dropped.items()):
+        steps = "" if first is None or last is None else f" (steps {spans(range(first, last + 1))})"
+        said.append(f"{count:,} {'rows of ' if table != 'names' else ''}{table}{steps}")
+    return f"{', '.join(said)} had no room in the journal"
+
+
+def _row(ending: Ending) -> tuple[Any, ...]:
+    place, seen, failed = ending.place, ending.seen, ending.last_failure
+    where: str | None = None
+    since: str | None = None
+    step = ending.facts.get("last_step") if place is None else place.step
+    if place is not None and seen is not None:
+        where = _where(place).removeprefix(f"in step {place.step}, ")
+        since = clock(seen.wall_start_ns + place.since_ns)
+    elif failed is not None:
+        step = failed.step
+        name = failed.row["node_name"]
+        where = None if name is None else f"in {name} of {module_phrase(failed.row['module_fqn'])}"
+    waits = None if ending.wait is None else spans(ending.wait.for_ranks) or "all have come"
+    raised = None if failed is None else failed.said
+    if ending.uncaught is not None:
+        raised = f"{ending.uncaught[0]}: {_first_line(ending.uncaught[1])}"
+    return ending.rank, ending.state, step, where, since, waits, raised
+
+
+def _rank_object(ending: Ending) -> dict[str, Any]:
+    seen, place, failed, wait = ending.seen, ending.place, ending.last_failure, ending.wait
+    doing = None
+    if place is not None and seen is not None:
+        doing = vars(place) | {
+            "since_unix_ns": seen.wall_start_ns + place.since_ns,
+            "for_seconds": seen.idle_ns(place.since_ns) / 1e9
+            if ending.idle_ns is not None
+            else None,
+        }
+    return {
+        "rank": ending.rank,
+        "state": ending.state,
+        "sentence": sentence(ending),
+        "host": ending.facts.get("host"),
+        "pid": ending.facts.get("pid"),
+        "last_seen_unix_ns": None if seen is None else seen.last_unix_ns,
+        "idle_seconds": None if ending.idle_ns is None else ending.idle_ns / 1e9,
+        "doing": doing,
+        "threads": [] if seen is None else [vars(one) for one in seen.places],
+        "waits": None if wait is None else vars(wait) | {"for_ranks": wait.for_ranks},
+        "exception": None if failed is None else dict(failed.row),
+        "exception_count": ending.failure_count,
+        "went_on": ending.went_on,
+        "uncaught": None if ending.uncaught is None else list(ending.uncaught),
+        "dropped": {
+            table: {"rows": count, "first_step": first, "last_step": last}
+            for table, (count, first, last) in ending.dropped.items()
+        },
+    }
+
+
+def clock(unix_ns: int) -> str:
+    """Local time of the day, with milliseconds."""
+    at = datetime.datetime.fromtimestamp(unix_ns / 1e9)
+    return at.strftime("%H:%M:%S.") + f"{at.microsecond // 1000:03d}"
+
+
+def seconds(count: float) -> str:
+    """`0.52 s`, `41 s`, `3 min`, `2.5 h`, `3 days`."""
+    if count < 10:
+        return f"{count:.2g} s"
+    if count < 120:
+        return f"{count:.0f} s"
+    if count < 7200:
+        return f"{count / 60:.0f} min"
+    return f"{count / 3600:.1f} h" if count < 172_800 else f"{count / 86_400:.0f} days"
+
+
+def _first_line(text: str) -> str:
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    return first if len(first) <= 200 else f"{first[:200].rstrip()} ..."
+
+
+def _last_step(ending: Ending) -> str:
+    step = ending.facts.get("last_step")
+    return "" if step is None else f" after step {step}"
