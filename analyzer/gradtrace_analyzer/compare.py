@@ -21,6 +21,7 @@ from gradtrace_analyzer.diff import (
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.links import LINK_TABLES, LINKS, LOCAL_LINKS
 from gradtrace_analyzer.repeated import repeated
+from gradtrace_analyzer.replayed import replayed
 from gradtrace_analyzer.run import Run, ranks_phrase, spans
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
@@ -76,7 +77,7 @@ def _compared(
         return Answer(
             verdict=verdict,
             reason=reason,
-            origins=tuple(origins),
+            origins=tuple(_with_replays(connection, o) for o in origins),
             inherited=tuple(inherited),
             cover=cover,
             configuration=tuple(configuration),
@@ -139,6 +140,13 @@ def _places(
         )
     )
     return [_with_positions(alignment, o) for o in origins], inherited
+
+
+def _with_replays(connection: duckdb.DuckDBPyConnection, origin: Origin) -> Origin:
+    """The origin with what is known of running its Node again, where a Node gave another gradient."""
+    if origin.link != "backward" or origin.between or origin.difference.table != "node_events":
+        return origin
+    return replace(origin, replays=replayed(connection, origin.difference, origin.ranks))
 
 
 def _with_positions(alignment: Alignment, origin: Origin) -> Origin:

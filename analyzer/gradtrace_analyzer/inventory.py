@@ -45,6 +45,7 @@ class Inventory:
     tables: tuple[TableSize, ...]
     dropped: Mapping[str, int]
     unsummarised: Mapping[str, int]
+    replay_skipped: Mapping[str, int]
     problems: tuple[str, ...]
     recorder_share: float | None
 
@@ -70,6 +71,7 @@ def inventory(run: Run) -> Inventory:
         tables=tuple(size for size in sizes if size.rows or size.part_count),
         dropped=_dropped(run),
         unsummarised=_summed(facts, "unsummarised"),
+        replay_skipped=_summed(facts, "replay_skipped"),
         problems=_problems(run),
         recorder_share=recorder_ns / step_ns if recorder_ns is not None and step_ns else None,
     )

@@ -10,6 +10,7 @@ from gradtrace_recorder.attribution import Attribution
 from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_recorder.naming import Names
+from gradtrace_recorder.observers.replay import Replays
 from gradtrace_recorder.rows import Rows
 from gradtrace_recorder.settings import Settings
 from gradtrace_recorder.summaries.summariser import Summariser
@@ -28,6 +29,7 @@ class Recording:
     rows: Rows
     names: Names = field(default_factory=Names)
     attribution: Attribution = field(default_factory=Attribution)
+    replays: Replays = field(default_factory=Replays)
     _noted: dict[tuple[int, int, str], int] = field(default_factory=dict)
 
     def noted(self, name: str) -> int:

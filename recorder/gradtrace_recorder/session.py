@@ -174,6 +174,7 @@ class _Live:
                 "recorded": recording.journal.recorded,
                 "dropped": dict(recording.journal.dropped),
                 "unsummarised": dict(recording.summariser.unsummarised),
+                "replay_skipped": dict(recording.replays.skipped),
                 "problems": recording.problems.texts,
                 "wall_end_ns": time.time_ns() if complete else None,
             }

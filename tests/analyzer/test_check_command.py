@@ -26,9 +26,10 @@ clean: run
 Clean: 3 parameters equal on ranks 0-1 before and after 3 steps, 6 buckets are the mean of the ranks' own, 150 tensors \
 finite.
 
+Not judged, since no Node was run again (GRADTRACE_REPLAY): replays_equal.
 Judged: data_differ (3 steps), values_finite (150 tensors), forward_is_fresh (4 pairs of steps), passes_complete \
-(6 backward passes), wrapper_called (6 backward passes), last_pass_reduces (6 optimizer steps), passes_match (3 steps), buckets_launched (6 backward \
-passes), collectives_match (6 reductions), reduction_is_mean (6 buckets), gradients_equal (15 buckets and gradients), \
+(6 backward passes), wrapper_called (6 backward passes), last_pass_reduces (6 optimizer steps), passes_match (3 steps), \
+buckets_launched (6 backward passes), collectives_match (6 reductions), reduction_is_mean (6 buckets), gradients_equal (15 buckets and gradients), \
 parameters_equal (18 parameters); ranks 0-1, steps 0-2.
 """
 
@@ -132,7 +133,7 @@ def test_every_law_has_a_severity_and_a_sentence() -> None:
     assert all(law.severity in ("error", "warning") and law.doc.endswith(".") for law in Law)
     assert {law.name_ for law in Law if law.severity == "error"} == {
         "parameters_equal", "gradients_equal", "reduction_is_mean", "collectives_match", "values_finite",
-        "passes_complete",
+        "passes_complete", "replays_equal",
     }  # fmt: skip
 
 

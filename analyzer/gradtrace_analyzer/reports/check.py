@@ -37,6 +37,7 @@ _UNITS = {
     Law.DATA_DIFFER: ("step", "steps"),
     Law.VALUES_FINITE: ("tensor", "tensors"),
     Law.FORWARD_IS_FRESH: ("pair of steps", "pairs of steps"),
+    Law.REPLAYS_EQUAL: ("Node run again", "Nodes run again"),
     Law.PASSES_COMPLETE: ("backward pass", "backward passes"),
     Law.WRAPPER_CALLED: ("backward pass", "backward passes"),
     Law.LAST_PASS_REDUCES: ("optimizer step", "optimizer steps"),
@@ -187,6 +188,7 @@ def _caveats(cover: Cover) -> Iterator[str]:
     for what, counts in (
         ("Rows dropped", cover.dropped),
         ("Tensors without a summary", cover.unsummarised),
+        ("Nodes chosen for a replay and not run again", cover.replay_skipped),
     ):
         if counts:
             yield f"{what}: {', '.join(f'{count:,} {reason}' for reason, count in counts.items())}."

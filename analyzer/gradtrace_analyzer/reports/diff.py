@@ -288,6 +288,7 @@ def _origin_object(origin: Origin) -> dict[str, Any]:
         "only_in": d.only_in,
         "positions": list(origin.positions) or None,
         "rescaled": None if origin.rescaled is None else _rescaled_object(origin.rescaled),
+        "replays": [asdict(r) for r in origin.replays] or None,
         "relative_error": abs(factor - 1) if factor is not None else error,
         "tolerance": None if change is None else change.tolerance,
         "factor": factor,

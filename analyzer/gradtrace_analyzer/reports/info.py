@@ -80,6 +80,7 @@ def info_object(name: str, held: Inventory) -> dict[str, Any]:
         ],
         "dropped": held.dropped,
         "unsummarised": held.unsummarised,
+        "replay_skipped": held.replay_skipped,
         "problems": held.problems,
         "recorder_share": held.recorder_share,
         "notices": run.notices,
@@ -105,6 +106,7 @@ def _facts(held: Inventory) -> Iterator[tuple[str, str]]:
         yield "recorder took", f"{held.recorder_share:.2%} of the steps' time"
     yield "dropped", _counts(held.dropped)
     yield "unsummarised", _counts(held.unsummarised)
+    yield "not run again", _counts(held.replay_skipped)
 
 
 def _ranks(held: Inventory) -> str:
@@ -133,7 +135,7 @@ def _choices(settings: Mapping[str, Sequence[str]]) -> str:
     ]
     said += [
         f"{name} {' and '.join(settings[name])}"
-        for name in ("steps", "modules")
+        for name in ("steps", "modules", "replay")
         if set(settings.get(name, ())) - {"[]", "null", '["0::1"]', '["::"]'}
     ]
     return ", ".join(said)

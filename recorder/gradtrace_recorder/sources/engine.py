@@ -14,6 +14,7 @@ from torch.autograd import Variable
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.observers.python import Culprit, PassWatch, PythonObserver
+from gradtrace_recorder.observers.replay import RUNNING
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.sources.ddp import DdpSource
@@ -54,7 +55,7 @@ class EngineSource:
 
             def run_backward(self, *args: Any, **kwargs: Any) -> Any:
                 run = super().run_backward
-                if _is_compiling() or _tracing_state() or not source._guard.is_open:
+                if _is_compiling() or _tracing_state() or not source._guard.is_open or RUNNING.now:
                     return run(*args, **kwargs)
                 return source._run(run, args, kwargs)
 
