@@ -27,9 +27,10 @@ Clean: 3 parameters equal on ranks 0-1 before and after 3 steps, 6 buckets are t
 finite.
 
 Not judged, since no Node was run again (GRADTRACE_REPLAY): replays_equal.
-Judged: data_differ (3 steps), values_finite (150 tensors), forward_is_fresh (4 pairs of steps), passes_complete \
-(6 backward passes), wrapper_called (6 backward passes), last_pass_reduces (6 optimizer steps), passes_match (3 steps), \
-buckets_launched (6 backward passes), collectives_match (6 reductions), reduction_is_mean (6 buckets), gradients_equal (15 buckets and gradients), \
+Judged: data_differ (3 steps), values_finite (150 tensors), forward_is_fresh (4 pairs of steps), \
+passes_complete (6 backward passes), wrapper_called (6 backward passes), last_pass_reduces (6 optimizer steps), \
+passes_match (3 steps), buckets_launched (6 backward passes), collectives_match (6 reductions), \
+reduction_is_mean (6 buckets), gradients_equal (15 buckets and gradients), \
 parameters_equal (18 parameters); ranks 0-1, steps 0-2.
 """
 
@@ -77,6 +78,7 @@ def test_summary_off_says_which_laws_are_not_judged(tmp_path: Path) -> None:
         "data_differ",
         "values_finite",
         "forward_is_fresh",
+        "replays_equal",
         "reduction_is_mean",
         "gradients_equal",
         "parameters_equal",

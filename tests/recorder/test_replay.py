@@ -24,6 +24,12 @@ from support.recorded import recording, rows
 from support.watched import equal_bits
 
 
+def called(function: Any, x: torch.Tensor) -> torch.Tensor:
+    """A Function's result."""
+    result: torch.Tensor = function.apply(x)
+    return result
+
+
 class Faulty(torch.autograd.Function):
     """Doubles. Its device flips the least bit of one number of the `when`-th gradient that leaves it."""
 
@@ -56,7 +62,8 @@ class Asks(torch.autograd.Function):
         with torch.enable_grad():
             x = x.requires_grad_()
             (inner,) = torch.autograd.grad((x * x).sum(), x)
-        return gradient + 0 * inner
+        given: torch.Tensor = gradient + 0 * inner
+        return given
 
 
 class Draws(torch.autograd.Function):
@@ -94,9 +101,10 @@ class Model(nn.Module):
         h = h.clone()
         h[0] = h[1] * 2
         h[2:].mul_(0.5)
-        h = Draws.apply(torch.index_add(h, 0, torch.tensor([0, 0, 1]), h[:3]))
+        h = called(Draws, torch.index_add(h, 0, torch.tensor([0, 0, 1]), h[:3]))
         z = torch.fft.fft(h.cumsum(0).sort(0).values)
-        return self.head(F.softmax((z * z.conj()).real, -1))
+        scores: torch.Tensor = self.head(F.softmax((z * z.conj()).real, -1))
+        return scores
 
 
 def trained(place: Path | None, replay: str = "*", model: type[nn.Module] = Model) -> list[Any]:
@@ -197,7 +205,8 @@ class Flipping(nn.Module):
         self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(Faulty.apply(self.words(x)))[:4]
+        scores: torch.Tensor = self.head(called(Faulty, self.words(x)))[:4]
+        return scores
 
 
 def test_flipped_bit_is_found_and_diff_says_that_the_node_disagrees_with_itself(
@@ -240,11 +249,12 @@ def _mutates(x: torch.Tensor) -> None:
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             return gradient.mul_(3)
 
-    (Mutates.apply(x) * 1).sum().backward()
+    (called(Mutates, x) * 1).sum().backward()
 
 
 def _hooked(x: torch.Tensor) -> None:
     y = x * 2
+    assert y.grad_fn is not None
     y.grad_fn.register_hook(lambda grad_inputs, grad_outputs: (grad_inputs[0] * 5, None))
     y.sum().backward()
     assert x.grad is not None and x.grad[0] == 10
@@ -266,7 +276,7 @@ def _saved_on_cpu(x: torch.Tensor) -> None:
 
 
 def _asks(x: torch.Tensor) -> None:
-    Asks.apply(x).sum().backward()
+    called(Asks, x).sum().backward()
 
 
 def _second(x: torch.Tensor) -> None:
