@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gradtrace_recorder.attribution import Attribution
+from gradtrace_recorder.flight import Flight
 from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_recorder.naming import Names
@@ -29,6 +30,7 @@ class Recording:
     rows: Rows
     names: Names = field(default_factory=Names)
     attribution: Attribution = field(default_factory=Attribution)
+    flight: Flight | None = None
     replays: Replays = field(default_factory=Replays)
     _noted: dict[tuple[int, int, str], int] = field(default_factory=dict)
 

@@ -99,6 +99,7 @@ class PassWatch:
         self.zero_ns = timeline.zero_ns
         self.totals = timeline.totals
         self.append = journal.append
+        self.flight = recording.flight
         self.push_running = journal.push_running
         self.pop_running = journal.pop_running
         self.node_count = 0
@@ -413,6 +414,9 @@ class NodeHooks:
     ) -> None:
         """The Node's row."""
         watch, frame = self.watch, self.frame
+        if watch.flight is not None:
+            watch.flight.saw(grad_output)
+            watch.flight.saw(grad_input)
         watch.append(
             NODE_EVENTS,
             watch.step,

@@ -120,6 +120,8 @@ class EngineSource:
             nodes = [_node_of(output) for output in outputs]
             first = outputs[0] if len(outputs) else None
             opened.loss = _scalar(first)
+            if recording.flight is not None:
+                recording.flight.saw_loss(opened.loss)
             opened.root_node_name = _node_name(nodes[0]) if nodes and nodes[0] is not None else None
             opened.watch = self._observer.watch(
                 recording,
@@ -147,6 +149,8 @@ class EngineSource:
                 self._ddp.backward_ended(
                     recording, opened.index, opened.microbatch, failed=error is not None
                 )
+            if error is not None and recording.flight is not None:
+                recording.flight.failed(error)
             if watch is not None and failed is not None:
                 # Behind the rows of its buckets: a pass that has a row has all of them.
                 self._write(opened, watch, end, failed, error, ddp_sync)
