@@ -61,6 +61,7 @@ class Cover:
     dropped: Mapping[str, int]
     unsummarised: Mapping[str, int]
     replay_skipped: Mapping[str, int]
+    flight_steps: int | None
     settings: Mapping[str, Any]
     problems: tuple[str, ...]
     damaged: tuple[str, ...]
@@ -214,6 +215,7 @@ def _cover(run: Run, evidence: Evidence) -> Cover:
         dropped=_summed(run, "dropped"),
         unsummarised=_summed(run, "unsummarised"),
         replay_skipped=_summed(run, "replay_skipped"),
+        flight_steps=run.flight_steps,
         settings={
             name: value
             for name, value in settings.items()

@@ -300,6 +300,11 @@ def _cover(
         filters={side: _filters(run) for side, run in runs.items()},
         unread={side: tuple(places) for side, places in unread.items()},
         problems={side: tuple(_problems(run)) for side, run in runs.items()},
+        flights={
+            side: tuple(sorted({*_all_steps(steps["both"]), *_all_steps(steps[side])}))
+            for side, run in runs.items()
+            if run.flight_steps is not None
+        },
         has_fingerprints=all(_setting(run, "summary") in ("full", None) for run in runs.values()),
     )
 

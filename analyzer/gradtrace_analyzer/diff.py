@@ -9,7 +9,7 @@ that differed before.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from gradtrace_analyzer.align import Change, Difference
@@ -81,7 +81,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Cover:
-    """What was compared, and what was not."""
+    """What was compared, and what was not. `flights` are the steps that each side which is a flight recording has."""
 
     ranks: tuple[int, ...]
     steps: Mapping[int, tuple[int, ...]]
@@ -95,6 +95,7 @@ class Cover:
     unread: Mapping[str, tuple[tuple[str, int], ...]]
     problems: Mapping[str, tuple[str, ...]]
     has_fingerprints: bool = True
+    flights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.database import connect
-from gradtrace_analyzer.run import Run
+from gradtrace_analyzer.run import Run, spans
 from gradtrace_schemas.journal import JOURNAL_TABLES
 
 
@@ -42,6 +42,7 @@ class Inventory:
     first_step: int | None
     last_step: int | None
     step_count: int
+    flight_spans: str | None
     tables: tuple[TableSize, ...]
     dropped: Mapping[str, int]
     unsummarised: Mapping[str, int]
@@ -55,6 +56,7 @@ def inventory(run: Run) -> Inventory:
     with connect([run]) as connection:
         sizes = tuple(_size(connection, run, table.name) for table in JOURNAL_TABLES)
         first, last, count = _steps(connection, run, sizes)
+        flight = _flight_spans(connection, sizes) if run.flight_steps is not None else None
         recorder_ns, step_ns = _row(
             connection, "SELECT sum(recorder_ns), sum(end_ns - start_ns) FROM steps"
         )
@@ -68,6 +70,7 @@ def inventory(run: Run) -> Inventory:
         first_step=first,
         last_step=last,
         step_count=count,
+        flight_spans=flight,
         tables=tuple(size for size in sizes if size.rows or size.part_count),
         dropped=_dropped(run),
         unsummarised=_summed(facts, "unsummarised"),
@@ -108,6 +111,15 @@ def _steps(
     union = " UNION ".join(f"SELECT DISTINCT step FROM {table}" for table in asked)
     first, last, count = _row(connection, f"SELECT min(step), max(step), count(*) FROM ({union})")
     return first, last, count
+
+
+def _flight_spans(connection: duckdb.DuckDBPyConnection, sizes: tuple[TableSize, ...]) -> str:
+    """The steps that a flight recording holds: there may be gaps between them."""
+    tables = [size.table for size in sizes if size.rows]
+    union = (
+        " UNION ".join(f"SELECT step FROM {table}" for table in tables) or "SELECT 0 WHERE false"
+    )
+    return spans(step for (step,) in connection.execute(union).fetchall())
 
 
 def _distinct(values: Any) -> tuple[str, ...]:
