@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,7 +75,7 @@ class Draws(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * torch.rand(())
+        return gradient * torch.rand(()) * random.random() * float(numpy.random.rand())
 
 
 class Model(nn.Module):
@@ -108,8 +110,10 @@ class Model(nn.Module):
 
 
 def trained(place: Path | None, replay: str = "*", model: type[nn.Module] = Model) -> list[Any]:
-    """Losses, parameters and the generator's state after two steps, one of them under autocast."""
+    """Losses, parameters and the generators' states after two steps, one of them under autocast."""
     torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
     net, losses = model(), []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     x, labels = torch.randint(0, 20, (6, 5)), torch.zeros(20, dtype=torch.long)
@@ -130,7 +134,8 @@ def trained(place: Path | None, replay: str = "*", model: type[nn.Module] = Mode
         else:
             with recording(place, replay=replay):
                 steps()
-    return [losses, list(net.parameters()), torch.get_rng_state()]
+    others = (random.getstate(), numpy.random.get_state(legacy=False)["state"]["key"].tolist())
+    return [losses, list(net.parameters()), torch.get_rng_state(), *others]
 
 
 def skipped(place: Path) -> dict[str, int]:
@@ -252,6 +257,22 @@ def _mutates(x: torch.Tensor) -> None:
     (called(Mutates, x) * 1).sum().backward()
 
 
+def _mutates_unseen(x: torch.Tensor) -> None:
+    """Through memory that NumPy shares: the gradient's version stays."""
+
+    class Mutates(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            gradient.numpy()[:] *= 3
+            return gradient.clone()
+
+    (called(Mutates, x) * 1).sum().backward()
+
+
 def _hooked(x: torch.Tensor) -> None:
     y = x * 2
     assert y.grad_fn is not None
@@ -290,6 +311,7 @@ def _second(x: torch.Tensor) -> None:
     ("body", "reason", "count"),
     [
         (_mutates, "changed what came in", 1),
+        (_mutates_unseen, "changed what came in", 1),
         (_hooked, "a hook of the job's may have replaced what it gave", 1),
         (_mode, "a mode of the job's is on", 2),
         (_create_graph, "under create_graph", 2),
@@ -319,6 +341,40 @@ def test_globs_choose_by_module_and_by_name_and_steps_limit_them(tmp_path: Path)
         "WHERE replay_equal ORDER BY ALL")  # fmt: skip
     names = [("1", "ReluBackward0"), ("2", "AddmmBackward0"), ("2", "TBackward0")]
     assert found == [(step, *name) for step in (1, 2) for name in names]
+
+
+def test_what_a_function_calls_when_it_is_run_again_leaves_no_rows(tmp_path: Path) -> None:
+    inner, asked = nn.Linear(3, 3), []
+
+    class Calls(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            inner(gradient)  # without a graph, as reversible networks do
+            asked.append(1)
+            if len(asked) == 2:
+                leaf = torch.ones(1, requires_grad=True)
+                with torch.enable_grad():
+                    torch.autograd.grad(leaf.exp(), leaf)
+            return gradient * 2
+
+    class Outer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return called(Calls, x)
+
+    with recording(tmp_path, replay="python:*"):
+        Outer()(torch.ones(3, requires_grad=True)).sum().backward()
+    assert len(asked) == 2
+    assert rows(tmp_path, "SELECT count(*) FROM module_calls WHERE module_class = 'Linear'") == [
+        (1,)
+    ]
+    assert rows(tmp_path, "SELECT count(*) FROM backward_passes") == [(1,)]
+    assert rows(
+        tmp_path, "SELECT replay_equal FROM node_events WHERE node_name = 'CallsBackward'"
+    ) == [(True,)]
 
 
 def test_profiler_of_the_job_sees_no_second_run(tmp_path: Path) -> None:

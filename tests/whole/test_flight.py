@@ -226,7 +226,7 @@ def test_trigger_from_another_shell_writes_the_steps_of_a_job_that_goes_on(tmp_p
     run = tmp_path / "run"
     process = endless(run, 4096)
     try:
-        written = []
+        written: list[int] = []
         for _ in range(2):
             done = analyzer("trigger", run)
             assert done.returncode == 0 and done.stdout.startswith("rank 0 wrote steps "), done

@@ -459,7 +459,12 @@ class NodeHooks:
             if memory_address(came_in) == address and came_in.stride() == strides:
                 summariser.remember(came_in, packed)
         self.local = None
-        incoming = [None if g is None else summariser.of_gradient(g) for g in grad_outputs]
+        summary: Callable[[torch.Tensor], Packed | None] = summariser.of_gradient
+        if self.replay is not None and self.mutable_before is not None:
+            summary = (
+                summariser.of
+            )  # a Function may have changed it through other eyes: its version says nothing
+        incoming = [None if g is None else summary(g) for g in grad_outputs]
         outgoing = [
             None if g is None else handed_on(summariser, g, grad_outputs, incoming)
             for g in grad_inputs
