@@ -22,6 +22,7 @@ from gradtrace_analyzer.laws.passes import (
     wrapper_called,
 )
 from gradtrace_analyzer.laws.reductions import reduction_is_mean
+from gradtrace_analyzer.laws.replays import replays_equal
 from gradtrace_analyzer.run import Run, ranks_phrase
 
 Verdict = Literal["clean", "violated", "incomparable"]
@@ -60,6 +61,8 @@ class Cover:
     incomplete_ranks: tuple[int, ...]
     dropped: Mapping[str, int]
     unsummarised: Mapping[str, int]
+    replay_skipped: Mapping[str, int]
+    flight_steps: int | None
     settings: Mapping[str, Any]
     problems: tuple[str, ...]
     damaged: tuple[str, ...]
@@ -113,6 +116,7 @@ def _judged(evidence: Evidence) -> list[Findings]:
         data_differ(evidence),
         values_finite(evidence),
         forward_is_fresh(evidence),
+        replays_equal(evidence),
         passes_complete(evidence),
         gradients_accumulate(evidence),
         wrapper_called(evidence),
@@ -212,6 +216,8 @@ def _cover(run: Run, evidence: Evidence) -> Cover:
         incomplete_ranks=run.incomplete_ranks,
         dropped=_summed(run, "dropped"),
         unsummarised=_summed(run, "unsummarised"),
+        replay_skipped=_summed(run, "replay_skipped"),
+        flight_steps=run.flight_steps,
         settings={
             name: value
             for name, value in settings.items()

@@ -12,6 +12,7 @@ from gradtrace_analyzer.align import Alignment
 from gradtrace_analyzer.configuration import apart_in_configuration
 from gradtrace_analyzer.cover import (
     Cover,
+    all_steps,
     asked_differently,
     cover_of,
     held,
@@ -33,6 +34,7 @@ from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.repeated import repeated
+from gradtrace_analyzer.replayed import replayed
 from gradtrace_analyzer.run import Run, ranks_phrase
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
@@ -88,7 +90,7 @@ def _compared(
         return Answer(
             verdict=verdict,
             reason=reason,
-            origins=tuple(origins),
+            origins=tuple(_with_replays(connection, o) for o in origins),
             inherited=tuple(inherited),
             cover=cover,
             configuration=tuple(configuration),
@@ -151,6 +153,13 @@ def _places(
         )
     )
     return [_with_positions(alignment, o) for o in origins], inherited
+
+
+def _with_replays(connection: duckdb.DuckDBPyConnection, origin: Origin) -> Origin:
+    """The origin with what is known of running its Node again, where a Node gave another gradient."""
+    if origin.link != "backward" or origin.between or origin.difference.table != "node_events":
+        return origin
+    return replace(origin, replays=replayed(connection, origin.difference, origin.ranks))
 
 
 def _with_positions(alignment: Alignment, origin: Origin) -> Origin:
@@ -239,8 +248,8 @@ def _nothing_to_compare(
     if not steps["both"]:
         return (
             "no step was recorded on both sides: "
-            f"{held(_all_steps(steps['baseline']), 'step')} against "
-            f"{held(_all_steps(steps['candidate']), 'step')}"
+            f"{held(all_steps(steps['baseline']), 'step')} against "
+            f"{held(all_steps(steps['candidate']), 'step')}"
         )
     if not alignment.summarised():
         return (
@@ -248,10 +257,6 @@ def _nothing_to_compare(
             "summarised); names and times cannot tell whether the runs agree"
         )
     return None
-
-
-def _all_steps(by_rank: Mapping[int, Sequence[int]]) -> list[int]:
-    return sorted({step for of_rank in by_rank.values() for step in of_rank})
 
 
 # The tables that hold each link, as far as they can be left out by a setting.

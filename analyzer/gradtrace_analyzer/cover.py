@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import duckdb
@@ -14,7 +14,7 @@ from gradtrace_analyzer.run import Run, ranks_phrase, spans
 
 @dataclass(frozen=True)
 class Cover:
-    """What was compared, and what was not."""
+    """What was compared, and what was not. `flights` are the steps that each side which is a flight recording has."""
 
     ranks: tuple[int, ...]
     steps: Mapping[int, tuple[int, ...]]
@@ -28,6 +28,7 @@ class Cover:
     unread: Mapping[str, tuple[tuple[str, int], ...]]
     problems: Mapping[str, tuple[str, ...]]
     has_fingerprints: bool = True
+    flights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -92,6 +93,11 @@ def cover_of(
         filters={side: _filters(run) for side, run in runs.items()},
         unread={side: tuple(places) for side, places in unread.items()},
         problems={side: tuple(problems_of(run)) for side, run in runs.items()},
+        flights={
+            side: tuple(sorted({*all_steps(steps["both"]), *all_steps(steps[side])}))
+            for side, run in runs.items()
+            if run.flight_steps is not None
+        },
         has_fingerprints=all(setting(run, "summary") in ("full", None) for run in runs.values()),
     )
 
@@ -99,6 +105,11 @@ def cover_of(
 def held(numbers: Sequence[int] | Mapping[int, Any], what: str = "rank") -> str:
     plural = "s" if len(numbers) > 1 else ""
     return f"{what}{plural} {spans(numbers)}" if numbers else f"no {what}"
+
+
+def all_steps(by_rank: Mapping[int, Sequence[int]]) -> list[int]:
+    """The steps of all ranks."""
+    return sorted({step for of_rank in by_rank.values() for step in of_rank})
 
 
 def setting(run: Run, name: str) -> Any:

@@ -17,6 +17,7 @@ from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.repeated import Repeated
+from gradtrace_analyzer.replayed import Replayed
 from gradtrace_analyzer.rescaled import Rescaled, first_rescaled
 
 Verdict = Literal["identical", "within_tolerance", "different", "incomparable"]
@@ -47,6 +48,7 @@ class Origin:
     gradient_counts: tuple[int, int] | None = None
     aside: Difference | None = None
     rescaled: Rescaled | None = None
+    replays: tuple[Replayed, ...] = ()
 
     @property
     def step(self) -> int:

@@ -27,5 +27,9 @@ class IncompleteRun(GradtraceError):
     """The run lacks what the question needs."""
 
 
+class NoFlight(GradtraceError):
+    """The run cannot be asked for the steps that it keeps."""
+
+
 class BadQuery(GradtraceError):
     """The SQL of a person is refused, or cannot be answered."""

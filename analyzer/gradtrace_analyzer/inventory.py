@@ -11,7 +11,7 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.database import connect
-from gradtrace_analyzer.run import Run
+from gradtrace_analyzer.run import Run, spans
 from gradtrace_schemas.journal import JOURNAL_TABLES
 
 
@@ -42,9 +42,11 @@ class Inventory:
     first_step: int | None
     last_step: int | None
     step_count: int
+    flight_spans: str | None
     tables: tuple[TableSize, ...]
     dropped: Mapping[str, int]
     unsummarised: Mapping[str, int]
+    replay_skipped: Mapping[str, int]
     problems: tuple[str, ...]
     recorder_share: float | None
 
@@ -54,6 +56,7 @@ def inventory(run: Run) -> Inventory:
     with connect([run]) as connection:
         sizes = tuple(_size(connection, run, table.name) for table in JOURNAL_TABLES)
         first, last, count = _steps(connection, run, sizes)
+        flight = _flight_spans(connection, sizes) if run.flight_steps is not None else None
         recorder_ns, step_ns = _row(
             connection, "SELECT sum(recorder_ns), sum(end_ns - start_ns) FROM steps"
         )
@@ -67,9 +70,11 @@ def inventory(run: Run) -> Inventory:
         first_step=first,
         last_step=last,
         step_count=count,
+        flight_spans=flight,
         tables=tuple(size for size in sizes if size.rows or size.part_count),
         dropped=_dropped(run),
         unsummarised=_summed(facts, "unsummarised"),
+        replay_skipped=_summed(facts, "replay_skipped"),
         problems=_problems(run),
         recorder_share=recorder_ns / step_ns if recorder_ns is not None and step_ns else None,
     )
@@ -106,6 +111,15 @@ def _steps(
     union = " UNION ".join(f"SELECT DISTINCT step FROM {table}" for table in asked)
     first, last, count = _row(connection, f"SELECT min(step), max(step), count(*) FROM ({union})")
     return first, last, count
+
+
+def _flight_spans(connection: duckdb.DuckDBPyConnection, sizes: tuple[TableSize, ...]) -> str:
+    """The steps that a flight recording holds: there may be gaps between them."""
+    tables = [size.table for size in sizes if size.rows]
+    union = (
+        " UNION ".join(f"SELECT step FROM {table}" for table in tables) or "SELECT 0 WHERE false"
+    )
+    return spans(step for (step,) in connection.execute(union).fetchall())
 
 
 def _distinct(values: Any) -> tuple[str, ...]:

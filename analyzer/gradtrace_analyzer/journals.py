@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from gradtrace_analyzer.parts import Part, last_record
 from gradtrace_schemas import layout
 from gradtrace_schemas.batches import arrow_table
+from gradtrace_schemas.groups import GROUPS
 from gradtrace_schemas.journal import (
     HEADER,
     JOURNAL_TABLES,
     Contents,
     UnreadableJournal,
+    plain_fields,
     read_journal,
 )
 
@@ -58,11 +62,30 @@ def journal_at(path: Path) -> Contents:
     return read_journal(_snapshot(path))
 
 
-def leftover_rows(journal: Contents, parts: Mapping[str, Iterable[Part]]) -> dict[str, pa.Table]:
+def without_gap(journal: Contents) -> Contents:
+    """A ring's records up to the first that was overwritten, and not yet copied, while the file was read.
+
+    The rank goes on while it is read: the copy may lack a record in the middle of its newest steps, of which it holds
+    later ones.
+    """
+    numbers, first = journal.numbers, journal.header["drained"] + 1
+    if not len(numbers) or int(numbers[-1]) - first + 1 - len(numbers) <= journal.torn_count:
+        return journal
+    expected = np.arange(first, first + len(numbers), dtype=np.uint64)
+    cut = int(np.argmax(numbers != expected))
+    return replace(
+        journal, records=journal.records[:cut], numbers=numbers[:cut], kinds=journal.kinds[:cut]
+    )
+
+
+def leftover_rows(
+    journal: Contents, parts: Mapping[str, Iterable[Part]], *, is_ring: bool = False
+) -> dict[str, pa.Table]:
     """By table, the rows that lie in the journal and in none of the rank's parts.
 
     They have the columns of a part and a column `rank`. A rank killed between writing a part and saying so
     in the journal has rows in both: the part's own mark tells which. Tables without such rows are left out.
+    A ring writes rows of `groups` again before it lets go of them: of equal ones the last counts.
     """
     header = journal.header
     found: dict[str, pa.Table] = {}
@@ -73,10 +96,18 @@ def leftover_rows(journal: Contents, parts: Mapping[str, Iterable[Part]]) -> dic
         after = last_record(parts.get(table.name, ()))
         records = records[records["record_number"] > after]
         if len(records):
+            if is_ring and table is GROUPS:
+                records = _last_of_equal(records)
             found[table.name] = arrow_table(
                 table, records, journal.strings, header["attempt"], header["rank"]
             )
     return found
+
+
+def _last_of_equal(records: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    own = [column.name for column in plain_fields(GROUPS)]
+    places = {tuple(row[name].item() for name in own): n for n, row in enumerate(records)}
+    return records[sorted(places.values())]
 
 
 def _snapshot(path: Path) -> bytes:

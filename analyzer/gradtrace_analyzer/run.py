@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
-from gradtrace_analyzer.journals import Journal, found_journals, leftover_rows
+from gradtrace_analyzer.journals import Journal, found_journals, leftover_rows, without_gap
 from gradtrace_analyzer.parts import DamagedPart, Part, found_parts
 from gradtrace_schemas import SCHEMA_VERSION, TABLES, layout
 from gradtrace_schemas.journal import Contents
@@ -69,6 +69,11 @@ class Run:
         return tuple(r for r in range(self.world_size or 0) if r not in self.ranks)
 
     @property
+    def flight_steps(self) -> int | None:
+        """How many of its last steps a flight recording keeps; None where all were to be kept."""
+        return max((n for n in map(_flight_steps, self.ranks.values()) if n), default=None)
+
+    @property
     def incomplete_ranks(self) -> tuple[int, ...]:
         """Ranks that did not close their recording: dead, or still running."""
         return tuple(r for r, info in self.ranks.items() if not info.is_complete)
@@ -100,6 +105,8 @@ def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
         _require_known_schema(place, source.get("schema_version"))
     seen = set(contents) | {rank for by_rank in by_table.values() for rank in by_rank}
     ranks = _ranks(rank_files, chosen, seen, contents)
+    flights = {rank for rank, info in ranks.items() if _flight_steps(info)}
+    contents |= {rank: without_gap(contents[rank]) for rank in flights & set(contents)}
     run = Run(
         path=place,
         name=os.path.basename(os.path.abspath(place)),
@@ -109,7 +116,7 @@ def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
         world_size=_world_size(run_info, about, ranks),
         ranks=ranks,
         parts=by_table,
-        leftovers=_leftovers(contents, by_table),
+        leftovers=_leftovers(contents, by_table, flights),
         journals=contents,
         schema_version=_schema_version(about, run_info),
     )
@@ -226,6 +233,14 @@ def _by_table_and_rank(parts: Iterable[Part]) -> dict[str, dict[int, tuple[Part,
     }
 
 
+def _flight_steps(info: RankInfo) -> int | None:
+    settings = info.facts.get("settings")
+    if not isinstance(settings, dict) or settings.get("mode") != "flight":
+        return None
+    steps = settings.get("flight_steps")
+    return steps if isinstance(steps, int) else None
+
+
 def _ranks(
     files: Mapping[tuple[int, int], Path],
     attempt: int,
@@ -254,12 +269,14 @@ def _world_size(
 
 
 def _leftovers(
-    journals: Mapping[int, Contents], parts: Mapping[str, Mapping[int, tuple[Part, ...]]]
+    journals: Mapping[int, Contents],
+    parts: Mapping[str, Mapping[int, tuple[Part, ...]]],
+    flights: Collection[int],
 ) -> dict[str, dict[int, pa.Table]]:
     found: dict[str, dict[int, pa.Table]] = {}
     for rank, contents in sorted(journals.items()):
         of_rank = {table: by_rank.get(rank, ()) for table, by_rank in parts.items()}
-        for table, rows in leftover_rows(contents, of_rank).items():
+        for table, rows in leftover_rows(contents, of_rank, is_ring=rank in flights).items():
             found.setdefault(table, {})[rank] = rows
     return found
 
@@ -288,6 +305,11 @@ def _notices(
         yield (
             f"{run.path}: {ranks_phrase(run.incomplete_ranks)} did not close the recording "
             f"(killed, or still running){rows}"
+        )
+    if run.flight_steps is not None:
+        yield (
+            f"{run.path} is a flight recording: of each rank only the last {run.flight_steps} steps are there, and "
+            "those before a trigger (analyzer info)"
         )
     torn = sum(contents.torn_count for contents in run.journals.values())
     if torn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import pyarrow.compute  # noqa: F401
 
 from gradtrace_recorder.claim import Claim
+from gradtrace_recorder.flight import Flight
 from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_schemas import TABLES, layout
@@ -33,8 +35,18 @@ class Drain:
     a process killed in between leaves rows that are in both, and readers can tell.
     """
 
-    def __init__(self, journal: JournalWriter, claim: Claim, problems: Problems) -> None:
+    def __init__(
+        self,
+        journal: JournalWriter,
+        claim: Claim,
+        problems: Problems,
+        flight: Flight | None = None,
+        flight_written: Callable[[], None] = lambda: None,
+    ) -> None:
+        """In flight mode only what `flight` wants is drained; `flight_written` is called when parts hold it."""
         self._journal = journal
+        self._flight = flight
+        self._flight_written = flight_written
         self._claim = claim
         self._problems = problems
         self._digests = Digests()
@@ -44,6 +56,7 @@ class Drain:
         self._prepared: dict[str, npt.NDArray[Any]] | None = (
             None  # what a failed drain has yet to write
         )
+        self._prepared_to = 0
         self._thread = threading.Thread(target=self._run, name="gradtrace-drain", daemon=True)
 
     def start(self) -> None:
@@ -62,12 +75,14 @@ class Drain:
             # After a failure (a disk that is full for a while) the journal fills up, and says so no more.
             is_asked = self._journal.half_is_full.wait(_BEAT_SECONDS)
             self._journal.beat(time.time_ns())
-            if not is_asked and not self._failed:
+            if not is_asked and not self._failed and self._flight is None:
                 continue
             self._journal.half_is_full.clear()
             ending = self._ending.is_set()
             self._has_just_lost_the_directory()
             try:
+                if self._flight is not None:
+                    self._flight.look()
                 self._drain(all_of_it=ending)
                 self._failed = False
             except Exception as error:
@@ -101,10 +116,18 @@ class Drain:
             first = journal.drained + 1
             end_of_half = ((first - 1) // journal.half_records + 1) * journal.half_records
             last = min(end_of_half, journal.written)
-            if last < first or (last < end_of_half and not all_of_it):
+            if self._flight is not None and not all_of_it:
+                last = min(end_of_half, self._flight.wanted)
+            elif last < end_of_half and not all_of_it:
+                return
+            if self._prepared is not None:
+                last = self._prepared_to  # neither more nor less than what failed before
+            if last < first:
                 return
             self._write(journal.records(first, last), last)
             journal.mark_drained(last)
+            if self._flight is not None and self._flight.written(last):
+                self._flight_written()
 
     def _write(self, records: npt.NDArray[np.uint8], last: int) -> None:
         """Write one part for each table. Called again for the same records after a failure, it goes on where
@@ -114,6 +137,7 @@ class Drain:
             self._prepared = {
                 table.name: of_table(records, kinds, numbers, table) for table in JOURNAL_TABLES
             }
+            self._prepared_to = last
             self._digests.take(self._prepared, self._journal.texts)
         claim = self._claim
         for name, rows in list(self._prepared.items()):

@@ -14,6 +14,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +110,9 @@ class JournalWriter:
         self._next_half = half_records
         # Reentrant: a signal handler of the job may run modules while one of these methods is at work. Hence
         # what is claimed under it (a number, a place) is claimed before it is filled.
-        self._lock = threading.RLock()
+        self._lock = self.lock = threading.RLock()
+        self._make_room: Callable[[], bool] | None = None
+        self._lasting: list[tuple[int, int, tuple[float | bytes, ...]]] = []
         self._slots: dict[int, int] = {}
         self._depths = [0] * THREAD_SLOTS
         self._places_now: list[Place] = [NOWHERE] * THREAD_SLOTS
@@ -142,11 +145,10 @@ class JournalWriter:
         """Write one record: step, microbatch, backward_index, the table's plain fields in order, then each
         summary as bytes."""
         with self._lock:
-            number = self._written + 1
-            if number > self._limit:
+            if self._written >= self._limit and not self._found_room():
                 self._drop(kind, int(values[0]))
                 return
-            self._written = number
+            self._written = number = self._written + 1
             offset = self._records_offset + ((number - 1) % self._places) * RECORD_BYTES
             self._pack[kind](self._map, offset + 8, kind, *values, number)
             _pack_u64(self._map, offset, number)
@@ -154,6 +156,14 @@ class JournalWriter:
             if number == self._next_half:
                 self._next_half += self.half_records
                 self.half_is_full.set()
+
+    def append_lasting(self, kind: int, *values: float | bytes) -> None:
+        """Write a record that a ring keeps when its step is let go of: it is written once for all steps."""
+        with self._lock:
+            before = self._written
+            self.append(kind, *values)
+            if self._make_room is not None and self._written > before:
+                self._lasting.append((self._written, kind, values))
 
     def hold(self, kind: int, *values: float | bytes) -> int | None:
         """Keep a row that `settle` will complete: it is read as it stands where the rank dies before. Its place,
@@ -171,6 +181,8 @@ class JournalWriter:
         """Write the complete row in place of a held one."""
         with self._lock:
             if place is not None and self._limit >= 0:
+                if self._written >= self._limit:
+                    self._found_room()
                 offset = self._held_offset + place * RECORD_BYTES
                 _pack_u64(self._map, offset + RECORD_BYTES - 8, self._written + 1)
                 self.append(kind, *values)
@@ -263,11 +275,32 @@ class JournalWriter:
         return flat.reshape(count, RECORD_BYTES)
 
     def mark_drained(self, last: int) -> None:
-        """All records up to `last` lie in parts: their half is free again."""
+        """All records up to `last` lie in parts: their half is free again, of a ring each place."""
         self._store("drained", last)
         with self._lock:
             self._drained = last
-            self._limit = (last // self.half_records) * self.half_records + self._places
+            if self._make_room is None:
+                last = (last // self.half_records) * self.half_records
+            self._lasting = [entry for entry in self._lasting if entry[0] > last]
+            self._limit = last + self._places
+
+    def keep_as_ring(self, make_room: Callable[[], bool]) -> None:
+        """The newest records are what counts: `make_room` is called when no place is free, and may let go of some."""
+        self._make_room = make_room
+
+    def let_go(self, last: int, step: int) -> None:
+        """No record up to `last` is wanted any more; lasting ones are written again, as of `step`."""
+        with self._lock:
+            stale = [entry for entry in self._lasting if entry[0] <= last]
+            # A rank that is killed in between has such a row twice rather than not at all.
+            has_room = self._limit - self._written >= len(stale)
+            if has_room:
+                self._carry(stale, step)
+            self._store("drained", last)
+            self._drained = last
+            self._limit = last + self._places
+            if not has_room:
+                self._carry(stale, step)
 
     def forget(self) -> None:
         """In a forked child: whatever still writes here writes nowhere. Another process's file is never touched."""
@@ -285,6 +318,20 @@ class JournalWriter:
             self._map.close()
         if remove:
             self.path.unlink(missing_ok=True)
+
+    def _found_room(self) -> bool:
+        return (
+            self._limit >= 0
+            and self._make_room is not None
+            and self._make_room()
+            and self._written < self._limit
+        )
+
+    def _carry(self, entries: list[tuple[int, int, tuple[float | bytes, ...]]], step: int) -> None:
+        for entry in entries:
+            self._lasting.remove(entry)
+            _, kind, values = entry
+            self.append_lasting(kind, step, *values[1:])
 
     def _drop(self, kind: int, step: int | None) -> None:
         name = self._names[kind] if kind else "names"

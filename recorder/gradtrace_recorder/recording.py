@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gradtrace_recorder.attribution import Attribution
+from gradtrace_recorder.flight import Flight
 from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_recorder.naming import Names
+from gradtrace_recorder.observers.replay import Replays
 from gradtrace_recorder.rows import Rows
 from gradtrace_recorder.settings import Settings
 from gradtrace_recorder.summaries.summariser import Summariser
@@ -30,6 +32,8 @@ class Recording:
     names: Names = field(default_factory=Names)
     attribution: Attribution = field(default_factory=Attribution)
     versions: Versions = field(default_factory=Versions)
+    flight: Flight | None = None
+    replays: Replays = field(default_factory=Replays)
     _noted: dict[tuple[int, int, str], int] = field(default_factory=dict)
 
     def noted(self, name: str) -> int:

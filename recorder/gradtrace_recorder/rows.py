@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradtrace_recorder.flight import Flight
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.summaries.summariser import shape_fields
@@ -37,7 +38,10 @@ _BUCKETS = KINDS["buckets"]
 class Rows:
     """Writes rows at the timeline's present step and microbatch. Any thread that runs Python."""
 
-    def __init__(self, journal: JournalWriter, timeline: Timeline) -> None:
+    def __init__(
+        self, journal: JournalWriter, timeline: Timeline, flight: Flight | None = None
+    ) -> None:
+        self.flight = flight
         self._journal = journal
         self._timeline = timeline
 
@@ -197,6 +201,8 @@ class Rows:
         summary: Packed | None,
     ) -> None:
         """A parameter's gradient at one point."""
+        if self.flight is not None and summary is not None:
+            self.flight.saw(summary)
         string = self._journal.string
         self._journal.append(
             KINDS["gradients"],
@@ -285,7 +291,9 @@ class Rows:
         string = self._journal.string
         texts = (string(name), string(ranks), string(backend), string(role))
         reducing = (_int32(root), string(module_fqn), string(hook_name), string(unobserved))
-        self._append("groups", NULL_INT32, *texts, *reducing)
+        timeline = self._timeline
+        head = (timeline.step, timeline.microbatch, NULL_INT32)
+        self._journal.append_lasting(KINDS["groups"], *head, *texts, *reducing)
 
     def failure(
         self,

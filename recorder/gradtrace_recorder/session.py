@@ -125,6 +125,7 @@ class _Live:
         from gradtrace_recorder import identity
         from gradtrace_recorder.claim import NotOurs, claim_place, living_rival
         from gradtrace_recorder.drain import Drain
+        from gradtrace_recorder.flight import Flight
         from gradtrace_recorder.journal import JournalWriter
         from gradtrace_recorder.rows import Rows
         from gradtrace_recorder.summaries.summariser import Summariser
@@ -156,9 +157,15 @@ class _Live:
             machine=processes.machine_token(),
         )
         timeline = Timeline(settings.steps, settings.step_offset, zero)
-        rows = Rows(journal, timeline)
+        flight = None
+        if settings.is_flight:
+            trigger, wake = layout.trigger_file(run), journal.half_is_full.set
+            flight = Flight(journal, settings.flight_steps, trigger, wake)
+        rows = Rows(journal, timeline, flight)
         summariser = Summariser(journal, settings.summary, strict=settings.strict)
-        self.recording = Recording(settings, problems, journal, timeline, summariser, rows)
+        self.recording = Recording(
+            settings, problems, journal, timeline, summariser, rows, flight=flight
+        )
         timeline.at_end.append(self._write_step)
         self._about = {
             "attempt": self.claim.attempt,
@@ -176,7 +183,13 @@ class _Live:
             "monotonic_start_ns": zero,
         }
         self._write_rank_file(complete=False)
-        self._drain = Drain(journal, self.claim, problems)
+        self._drain = Drain(
+            journal,
+            self.claim,
+            problems,
+            flight,
+            lambda: self._write_rank_file(complete=False),
+        )
         self._drain.start()
 
     def close(self, recording: Recording, timeout: float) -> None:
@@ -191,9 +204,19 @@ class _Live:
         timeline = self.recording.timeline
         if timeline.is_recorded:
             self.recording.rows.step(timeline.totals)
+            if self.recording.flight is not None:
+                skipped = timeline.totals.skipped is True
+                self.recording.flight.step_ended(timeline.step, skipped=skipped)
 
     def _write_rank_file(self, *, complete: bool) -> None:
-        recording = self.recording
+        recording, flight = self.recording, self.recording.flight
+        own: dict[str, Any] = {}
+        if flight is not None:
+            own = {
+                "recorded": flight.recorded(),
+                "overwritten": dict(flight.overwritten),
+                "flight": flight.as_json(),
+            }
         self.claim.write_rank_file(
             {
                 **self._about,
@@ -203,8 +226,10 @@ class _Live:
                 "dropped": dict(recording.journal.dropped),
                 "dropped_steps": recording.journal.dropped_steps,
                 "unsummarised": dict(recording.summariser.unsummarised),
+                "replay_skipped": dict(recording.replays.skipped),
                 "problems": recording.problems.texts,
                 "wall_end_ns": time.time_ns() if complete else None,
+                **own,
             }
         )
 

@@ -16,6 +16,8 @@ PREFIX = "GRADTRACE_"
 DETAILS = ("steps", "params", "modules", "nodes")
 SUMMARIES = ("off", "norms", "full")
 DEVICE_TIMES = ("off", "stages", "nodes")
+MODES = ("whole", "flight")
+_BY_REQUEST = "python:"
 
 
 class SettingsError(ValueError):
@@ -38,6 +40,27 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """Which Nodes are run a second time: globs on their name, or on the module's FQN or one around it.
+
+    `python_globs` choose Functions that the job or an extension defines too: they may have side effects.
+    """
+
+    text: str
+    globs: tuple[str, ...]
+    python_globs: tuple[str, ...]
+    steps: Steps
+
+    def chooses(self, fqn: str | None, node_name: str) -> bool:
+        """Whether a Node of that module and name is asked for."""
+        return _matches(self.globs + self.python_globs, fqn, node_name)
+
+    def chooses_by_request(self, fqn: str | None, node_name: str) -> bool:
+        """Whether it is asked for even if it is a Function of the job's."""
+        return _matches(self.python_globs, fqn, node_name)
+
+
+@dataclass(frozen=True)
 class Settings:
     """What to record and where. `detail` and `summary` as in the reference page."""
 
@@ -50,6 +73,9 @@ class Settings:
     modules: tuple[str, ...] = ()
     strict: bool = False
     step_offset: int = 0
+    replay: Replay | None = None
+    mode: str = "whole"
+    flight_steps: int = 8
 
     def records(self, detail: str) -> bool:
         """Whether tables of that detail are recorded."""
@@ -60,6 +86,11 @@ class Settings:
         """Whether parameters and gradients leave rows: they hold nothing but summaries."""
         return self.records("params") and self.summary != "off"
 
+    @property
+    def is_flight(self) -> bool:
+        """Whether only the last steps are kept."""
+        return self.mode == "flight"
+
     def wants_rank(self, rank: int) -> bool:
         """Whether that rank is recorded."""
         return not self.ranks or any(rank in chosen for chosen in self.ranks)
@@ -68,9 +99,7 @@ class Settings:
         """Whether a module's calls and Nodes are recorded: itself or one around it matches a glob."""
         if not self.modules:
             return True
-        parts = fqn.split(".")
-        names = [".".join(parts[: n + 1]) for n in range(len(parts))]
-        return any(fnmatch.fnmatchcase(n, glob) for n in names for glob in self.modules)
+        return _matches(self.modules, fqn)
 
     def as_json(self) -> dict[str, object]:
         """The settings as they were given, for the rank's json."""
@@ -84,6 +113,8 @@ class Settings:
             "ranks": [f"{r.start}-{r.stop - 1}" for r in self.ranks],
             "modules": list(self.modules),
             "step_offset": self.step_offset,
+            **({"replay": self.replay.text} if self.replay is not None else {}),
+            **({"mode": self.mode, "flight_steps": self.flight_steps} if self.is_flight else {}),
         }
 
 
@@ -106,6 +137,9 @@ def settings_from(environment: Mapping[str, str] = os.environ) -> Settings | Non
             "MODULES",
             "STRICT",
             "STEP_OFFSET",
+            "REPLAY",
+            "MODE",
+            "FLIGHT_STEPS",
         )
         if environment.get(PREFIX + name, "") != ""
     }
@@ -129,11 +163,29 @@ def settings_of(directory: str, **given: str | bool | int) -> Settings:
             _one_of("STRICT", text, ("0", "1", "False", "True")) in ("1", "True")
         ),
         "step_offset": lambda text: _whole("STEP_OFFSET", text, text),
+        "replay": _replay,
+        "mode": lambda text: _one_of("MODE", text, MODES),
+        "flight_steps": _flight_steps,
     }
     unknown = sorted(set(texts) - set(readers))
     if unknown:
         raise TypeError(f"there is no setting {unknown[0]!r}; there are {', '.join(readers)}")
-    return Settings(directory, **{name: readers[name](text) for name, text in texts.items()})
+    settings = Settings(directory, **{name: readers[name](text) for name, text in texts.items()})
+    if settings.replay is not None and not settings.records("nodes"):
+        raise SettingsError(
+            f"{PREFIX}REPLAY is {settings.replay.text!r}, and {PREFIX}DETAIL is {settings.detail!r}; "
+            "Nodes are run again where they are recorded: with nodes"
+        )
+    return settings
+
+
+def _matches(globs: tuple[str, ...], fqn: str | None, node_name: str | None = None) -> bool:
+    """Whether a glob matches the module, one around it, or the Node's name."""
+    parts = [] if fqn is None else fqn.split(".")
+    names = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    if node_name is not None:
+        names.append(node_name)
+    return any(fnmatch.fnmatchcase(name, glob) for name in names for glob in globs)
 
 
 def _one_of(name: str, text: str, allowed: tuple[str, ...]) -> str:
@@ -154,26 +206,48 @@ def _whole(name: str, text: str, whole_text: str) -> int:
     return value
 
 
-def _steps(text: str) -> Steps:
+def _flight_steps(text: str) -> int:
+    steps = _whole("FLIGHT_STEPS", text, text)
+    if steps == 0:
+        raise SettingsError(
+            f"{PREFIX}FLIGHT_STEPS is {text!r}; a recording of no step holds nothing"
+        )
+    return steps
+
+
+def _replay(text: str) -> Replay:
+    """`blocks.*.attn,python:MyFunctionBackward@0:10`: globs, then steps."""
+    chosen, at, steps = text.partition("@")
+    globs = [part.strip() for part in chosen.split(",") if part.strip()]
+    plain = tuple(glob for glob in globs if not glob.startswith(_BY_REQUEST))
+    own = tuple(g.removeprefix(_BY_REQUEST) for g in globs if g.startswith(_BY_REQUEST))
+    if not globs or "" in own:
+        raise SettingsError(
+            f"{PREFIX}REPLAY is {text!r}, which names no Node; write *@0:2, blocks.*.attn or python:MyFunctionBackward"
+        )
+    return Replay(text, plain, own, _steps(steps, "REPLAY") if at else Steps())
+
+
+def _steps(text: str, name: str = "STEPS") -> Steps:
     slices = []
     for part in text.split(","):
         pieces = part.strip().split(":")
         if len(pieces) == 1:
-            first = _whole("STEPS", pieces[0].strip(), text)
+            first = _whole(name, pieces[0].strip(), text)
             slices.append(slice(first, first + 1, 1))
             continue
         if len(pieces) > 3:
             raise SettingsError(
-                f"{PREFIX}STEPS is {text!r}, of which {part!r} is no slice; write 0:10,100:110,::50"
+                f"{PREFIX}{name} is {text!r}, of which {part!r} is no slice; write 0:10,100:110,::50"
             )
         start, stop, stride = [*pieces, ""][:3]
-        step = _whole("STEPS", stride.strip() or "1", text)
+        step = _whole(name, stride.strip() or "1", text)
         if step == 0:
-            raise SettingsError(f"{PREFIX}STEPS is {text!r}, of which {part!r} has a stride of 0")
+            raise SettingsError(f"{PREFIX}{name} is {text!r}, of which {part!r} has a stride of 0")
         slices.append(
             slice(
-                _whole("STEPS", start.strip() or "0", text),
-                _whole("STEPS", stop.strip(), text) if stop.strip() else None,
+                _whole(name, start.strip() or "0", text),
+                _whole(name, stop.strip(), text) if stop.strip() else None,
                 step,
             )
         )

@@ -4,6 +4,7 @@ RUN/run.json                                      who started it, versions, sett
 RUN/attempts/<attempt>.json                       which start of the job an attempt number stands for
 RUN/ranks/rank=00003-<attempt>.json               identity, counts, clock anchors; "complete" last
 RUN/journals/rank=00003-<attempt>.journal         while the rank lives, or after it was killed
+RUN/trigger                                       written by `analyzer trigger`, for ranks in flight mode
 RUN/<table>/rank=00003/part-<attempt>-<n>.parquet
 """
 
@@ -23,6 +24,11 @@ _ATTEMPT_FILE = re.compile(r"(\d+)\.json$")
 # Key of the Parquet metadata that says up to which record a part holds the journal's rows.
 PART_LAST_RECORD = b"gradtrace.last_record_index"
 PART_SCHEMA_VERSION = b"gradtrace.schema_version"
+
+
+def trigger_file(run: Path) -> Path:
+    """What ranks in flight mode look at: a new one asks them for parts."""
+    return run / "trigger"
 
 
 def rank_name(rank: int) -> str:

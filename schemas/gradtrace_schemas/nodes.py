@@ -113,6 +113,14 @@ NODE_EVENTS = Table(
             nullable=True,
         ),
         Column("replay_equal", BOOL, "Run again with the same input, it gave the same bits.", True),
+        Column(
+            "replay_error",
+            FLOAT,
+            "Where it did not: the norm of the difference over the larger of both norms; null where that is no "
+            "number (NaN, infinite, another shape).",
+            nullable=True,
+            since=3,
+        ),
     ),
 )
 

@@ -133,7 +133,7 @@ def test_every_law_has_a_severity_and_a_sentence() -> None:
     assert all(law.severity in ("error", "warning") and law.doc.endswith(".") for law in Law)
     assert {law.name_ for law in Law if law.severity == "error"} == {
         "parameters_equal", "gradients_equal", "reduction_is_mean", "collectives_match", "values_finite",
-        "passes_complete",
+        "passes_complete", "replays_equal",
     }  # fmt: skip
 
 

@@ -71,3 +71,40 @@ def test_value_that_cannot_be_read_is_named_with_what_it_can_be(
 def test_setting_that_there_is_not_is_refused() -> None:
     with pytest.raises(TypeError, match="there is no setting 'sumary'"):
         settings_of("d", sumary="full")
+
+
+def test_replay_is_globs_and_steps() -> None:
+    replay = settings_of("d", replay="blocks.*.attn, Mul*, python:My*@0:2,9").replay
+    assert replay is not None and 1 in replay.steps and 9 in replay.steps and 2 not in replay.steps
+    assert replay.chooses("blocks.3.attn.wq", "AddmmBackward0") and replay.chooses(
+        None, "MulBackward0"
+    )
+    assert not replay.chooses("head", "AddmmBackward0") and not replay.chooses(
+        None, "AddmmBackward0"
+    )
+    assert replay.chooses_by_request(None, "MyBackward")
+    assert not replay.chooses_by_request("blocks.3.attn", "MulBackward0")
+    assert settings_of("d", replay="*").as_json()["replay"] == "*"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"replay": "@3"}, "GRADTRACE_REPLAY is '@3', which names no Node; write"),
+        ({"replay": "python:"}, "GRADTRACE_REPLAY is 'python:', which names no Node; write"),
+        ({"replay": "*@a"}, "GRADTRACE_REPLAY is 'a', of which 'a' is no whole number from 0"),
+        (
+            {"replay": "*", "detail": "params"},
+            "GRADTRACE_DETAIL is 'params'; Nodes are run again where",
+        ),
+        (
+            {"mode": "flight", "flight_steps": "0"},
+            "GRADTRACE_FLIGHT_STEPS is '0'; a recording of no step",
+        ),
+        ({"mode": "short"}, "GRADTRACE_MODE is 'short'; it can be whole, flight"),
+    ],
+)
+def test_replay_and_mode_that_cannot_be_read_are_told(given: dict[str, str], said: str) -> None:
+    with pytest.raises(SettingsError) as told:
+        settings_of("d", **given)
+    assert said in str(told.value)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from support.launcher import run_job
+from support.recorded import rows
 
 JOBS = Path(__file__).resolve().parents[1] / "support" / "jobs"
 
@@ -48,6 +49,24 @@ def test_training_is_equal_bit_for_bit(
         a, b = (torch.load(tmp_path / n / f"rank{rank}.pt") for n in ("bare", "recorded"))
         assert same(a, b), f"rank {rank} was changed by recording"
     assert len(list((tmp_path / "run" / "node_events").iterdir())) == ranks
+
+
+def test_training_is_equal_bit_for_bit_with_every_node_run_again(tmp_path: Path) -> None:
+    arguments = ("--model", "gpt", "--out")
+    for name in ("bare", "replayed"):
+        (tmp_path / name).mkdir()
+    job, env = JOBS / "training.py", {"GRADTRACE_REPLAY": "*,python:*"}
+    bare = run_job(job, *arguments, tmp_path / "bare", ranks=2).must_succeed()
+    seen = run_job(
+        job, *arguments, tmp_path / "replayed", ranks=2, recorded=tmp_path / "run", env=env
+    ).must_succeed()
+    assert bare.stdout == seen.stdout
+    for rank in range(2):
+        a, b = (torch.load(tmp_path / n / f"rank{rank}.pt") for n in ("bare", "replayed"))
+        assert same(a, b), f"rank {rank} was changed by running Nodes again"
+    found = rows(tmp_path / "run", "SELECT rank, replay_equal, count(*) FROM node_events WHERE "
+        "node_name <> 'AccumulateGrad' GROUP BY ALL ORDER BY ALL")  # fmt: skip
+    assert [row[:2] for row in found] == [(0, True), (1, True)], found
 
 
 def same(a: Any, b: Any) -> bool:

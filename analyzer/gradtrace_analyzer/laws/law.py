@@ -38,6 +38,12 @@ class Law(Enum):
         "warning",
         "Gradients differ from those of the step before when the parameters do.",
     )
+    REPLAYS_EQUAL = (
+        "replays_equal",
+        "error",
+        "A Node that is run again with the same gradients (GRADTRACE_REPLAY) gives the same bits. Where it does not, "
+        "its kernel is nondeterministic or its device faulty; a rank that differs alone points to the device.",
+    )
     PASSES_COMPLETE = (
         "passes_complete",
         "error",

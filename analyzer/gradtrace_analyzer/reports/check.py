@@ -37,6 +37,7 @@ _UNITS = {
     Law.DATA_DIFFER: ("step", "steps"),
     Law.VALUES_FINITE: ("tensor", "tensors"),
     Law.FORWARD_IS_FRESH: ("pair of steps", "pairs of steps"),
+    Law.REPLAYS_EQUAL: ("Node run again", "Nodes run again"),
     Law.PASSES_COMPLETE: ("backward pass", "backward passes"),
     Law.GRADIENTS_ACCUMULATE: ("accumulation", "accumulations"),
     Law.WRAPPER_CALLED: ("backward pass", "backward passes"),
@@ -178,6 +179,11 @@ def _extent(cover: Cover) -> str:
 
 
 def _caveats(cover: Cover) -> Iterator[str]:
+    if cover.flight_steps is not None:
+        yield (
+            f"A flight recording, of which the last {cover.flight_steps} steps and those before a trigger are there: "
+            "other steps are not judged."
+        )
     if cover.missing_ranks:
         yield f"Not recorded: {ranks_phrase(cover.missing_ranks)}."
     if cover.incomplete_ranks:
@@ -188,6 +194,7 @@ def _caveats(cover: Cover) -> Iterator[str]:
     for what, counts in (
         ("Rows dropped", cover.dropped),
         ("Tensors without a summary", cover.unsummarised),
+        ("Nodes chosen for a replay and not run again", cover.replay_skipped),
     ):
         if counts:
             yield f"{what}: {', '.join(f'{count:,} {reason}' for reason, count in counts.items())}."

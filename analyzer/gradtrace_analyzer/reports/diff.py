@@ -230,6 +230,8 @@ def _lacking_steps(cover: Cover) -> Iterator[str]:
 def _caveats(cover: Cover) -> Iterator[str]:
     for lacking in _lacking_steps(cover):
         yield f"Not compared: {lacking}."
+    for side, steps in cover.flights.items():
+        yield f"The {side} is a flight recording: it holds {_steps(steps)} only."
     for side in ("baseline", "candidate"):
         missing = cover.missing_ranks[side]
         if missing:
@@ -289,6 +291,7 @@ def _origin_object(origin: Origin) -> dict[str, Any]:
         "only_in": d.only_in,
         "positions": list(origin.positions) or None,
         "rescaled": None if origin.rescaled is None else _rescaled_object(origin.rescaled),
+        "replays": [asdict(r) for r in origin.replays] or None,
         "relative_error": abs(factor - 1) if factor is not None else error,
         "tolerance": None if change is None else change.tolerance,
         "factor": factor,
@@ -340,5 +343,6 @@ def _cover_object(cover: Cover) -> dict[str, Any]:
         "dropped": {s: dict(r) for s, r in cover.dropped.items()},
         "unsummarised": {s: dict(r) for s, r in cover.unsummarised.items()},
         "unread": {s: [{"table": t, "rank": r} for t, r in p] for s, p in cover.unread.items()},
+        "flights": {s: list(steps) for s, steps in cover.flights.items()},
         "filters": {s: dict(r) for s, r in cover.filters.items()},
     }

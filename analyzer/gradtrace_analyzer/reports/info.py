@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gradtrace_analyzer.flights import shortened_count, trigger_lines
 from gradtrace_analyzer.inventory import Inventory
 from gradtrace_analyzer.reports.tables import bytes_text, table_lines
 from gradtrace_analyzer.run import spans
@@ -67,6 +68,14 @@ def info_object(name: str, held: Inventory) -> dict[str, Any]:
             "missing": run.missing_ranks,
             "incomplete": run.incomplete_ranks,
         },
+        "flight": None
+        if run.flight_steps is None
+        else {
+            "steps": run.flight_steps,
+            "held": held.flight_spans,
+            "triggers": list(trigger_lines(run)),
+            "went_early": shortened_count(run),
+        },
         "steps": {"first": held.first_step, "last": held.last_step, "count": held.step_count},
         "tables": [
             {
@@ -80,6 +89,7 @@ def info_object(name: str, held: Inventory) -> dict[str, Any]:
         ],
         "dropped": held.dropped,
         "unsummarised": held.unsummarised,
+        "replay_skipped": held.replay_skipped,
         "problems": held.problems,
         "recorder_share": held.recorder_share,
         "notices": run.notices,
@@ -101,10 +111,14 @@ def _facts(held: Inventory) -> Iterator[tuple[str, str]]:
     yield "ranks", _ranks(held)
     yield "steps", _steps(held)
     yield "recorded", _choices(held.settings)
+    yield "flight", _flight(held)
+    for trigger in trigger_lines(held.run):
+        yield "trigger", trigger
     if held.recorder_share is not None:
         yield "recorder took", f"{held.recorder_share:.2%} of the steps' time"
     yield "dropped", _counts(held.dropped)
     yield "unsummarised", _counts(held.unsummarised)
+    yield "not run again", _counts(held.replay_skipped)
 
 
 def _ranks(held: Inventory) -> str:
@@ -114,6 +128,19 @@ def _ranks(held: Inventory) -> str:
         said += f"; missing: {spans(run.missing_ranks)}"
     if run.incomplete_ranks:
         said += f"; not closed (killed, or running): {spans(run.incomplete_ranks)}"
+    return said
+
+
+def _flight(held: Inventory) -> str:
+    kept = held.run.flight_steps
+    if kept is None:
+        return ""
+    said = (
+        f"the last {kept} steps are kept, and those before a trigger: {held.flight_spans or 'none'}"
+    )
+    count = shortened_count(held.run)
+    if count:
+        said += f"; the journal had no room for all of them, {count:,} went early"
     return said
 
 
@@ -133,7 +160,7 @@ def _choices(settings: Mapping[str, Sequence[str]]) -> str:
     ]
     said += [
         f"{name} {' and '.join(settings[name])}"
-        for name in ("steps", "modules")
+        for name in ("steps", "modules", "replay")
         if set(settings.get(name, ())) - {"[]", "null", '["0::1"]', '["::"]'}
     ]
     return ", ".join(said)

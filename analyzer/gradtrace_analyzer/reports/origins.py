@@ -9,6 +9,7 @@ from typing import Any
 from gradtrace_analyzer.diff import Answer, Origin
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.repeated import Repeated
+from gradtrace_analyzer.replayed import replay_sentence
 from gradtrace_analyzer.run import ranks_phrase
 
 
@@ -100,11 +101,12 @@ def origin_sentence(origin: Origin) -> str:
         return (
             f"{where}gradient{'s' if plural else ''} {which} of the {origin.position_count} that leave "
             f"{_node(origin)} {size}, although the others, and everything it reads, are equal."
+            f"{replay_sentence(origin.replays, origin.step)}"
         )
     if origin.link == "backward":
         return (
             f"{where}the gradient leaving {_node(origin)} {size}, although everything "
-            "it reads is equal."
+            f"it reads is equal.{replay_sentence(origin.replays, origin.step)}"
         )
     if origin.link == "carried_gradient" and d.only_in is not None:
         return (

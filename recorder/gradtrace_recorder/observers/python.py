@@ -24,6 +24,7 @@ from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.observers.release import release_in_pieces, release_waiting
+from gradtrace_recorder.observers.replay import NOT_REPLAYED, NodeReplay, Verdict
 from gradtrace_recorder.recording import Recording
 from gradtrace_recorder.rows import NODE_EVENTS
 from gradtrace_recorder.summaries.handed_on import Gradients, handed_on, memory_address
@@ -98,6 +99,7 @@ class PassWatch:
         self.zero_ns = timeline.zero_ns
         self.totals = timeline.totals
         self.append = journal.append
+        self.flight = recording.flight
         self.push_running = journal.push_running
         self.pop_running = journal.pop_running
         self.node_count = 0
@@ -106,6 +108,8 @@ class PassWatch:
         self.task: int | None = None
         self.running: dict[int, NodeHooks] = {}
         self.culprit: NodeHooks | None = None  # what was running when the pass failed
+        chosen = recording.settings.replay
+        self._replay = chosen if chosen is not None and self.step in chosen.steps else None
         self._handles: list[RemovableHandle] = []
         self._stand_ins: dict[int, ParameterName] = {}
         # As long as the graph holds them too: one pass.
@@ -156,6 +160,8 @@ class PassWatch:
                 continue
             hooks = NodeHooks(self, name, number, frame, occurrence)
             hooks.python_defined = isinstance(node, BackwardCFunction)
+            if self._replay is not None:
+                hooks.replay = self._prepared(node, hooks.frame)
             self._hook(node, hooks)
 
     def close(self, *, failed: bool) -> Culprit:
@@ -175,7 +181,7 @@ class PassWatch:
         if failed:
             end = self.recording.timeline.now()
             for index, hooks in sorted(self.running.items()):
-                hooks.write(end, self.failed, 0, 0, NOTHING, NOTHING, NULL_BOOL)
+                hooks.write(end, self.failed, 0, 0, NOTHING, NOTHING, NULL_BOOL, NOT_REPLAYED)
                 if hooks.is_maker:
                     self.recording.attribution.node_failed(hooks.thread)
                 self.recording.journal.pop_running(hooks.thread)
@@ -218,11 +224,32 @@ class PassWatch:
             self._handles.append(handle)
             self._hooked_leaves.append(variable)
         if whole:
+            if self._replay is not None:
+                self._prepared(node, hooks.frame, is_leaf=True)
             self._hook(node, hooks)
+
+    def _prepared(self, node: Any, frame: Frame, *, is_leaf: bool = False) -> NodeReplay | None:
+        """How to run the Node again, None where it is not to be."""
+        assert self._replay is not None
+        fqn = None if frame is _NO_MODULE else frame.fqn
+        name = node.name().rpartition("::")[2]
+        if not self._replay.chooses(fqn, name):
+            return None
+        by_request = self._replay.chooses_by_request(fqn, name)
+        return self.recording.replays.prepared(node, by_request=by_request, is_leaf=is_leaf)
 
     def _hook(self, node: Any, hooks: NodeHooks) -> None:
         self._handles.append(node.register_prehook(hooks.before))
-        self._handles.append(node.register_hook(hooks.after))
+        handle = node.register_hook(hooks.after)
+        self._handles.append(handle)
+        if hooks.replay is not None:
+            # Hooks run in the order in which they were registered; another pair of ours changes nothing.
+            before = itertools.takewhile(
+                lambda e: e[0] != handle.id, handle.hooks_dict_ref().items()
+            )
+            hooks.replay.is_first = all(
+                isinstance(getattr(hook, "__self__", None), NodeHooks) for _, hook in before
+            )
 
 
 class NodeHooks:
@@ -247,6 +274,7 @@ class NodeHooks:
         "parameter",
         "parameter_fqn",
         "python_defined",
+        "replay",
         "start",
         "thread",
         "watch",
@@ -265,6 +293,7 @@ class NodeHooks:
         self.parameter: ParameterName | None = None
         self.parameter_fqn = NULL_STRING
         self.python_defined = False
+        self.replay: NodeReplay | None = None
         self.mutable_before: Packed | None = None
         self.local: tuple[tuple[int, ...], int, Packed] | None = None
         self.came_in: list[tuple[torch.dtype, torch.Size] | None] | None = None
@@ -298,6 +327,8 @@ class NodeHooks:
             if self.python_defined:
                 with unasked():
                     self.mutable_before = _all_of(watch.recording.summariser, grad_outputs)
+            if self.replay is not None:
+                self.replay.before(grad_outputs, watch.totals.engine_calls)
             if (self.python_defined or torch.is_grad_enabled()) and self.makes_nodes:
                 # Reentrant checkpointing switches gradients on inside; create_graph has them on.
                 watch.recording.attribution.node_begins(_get_sequence_nr(), frame)
@@ -394,9 +425,13 @@ class NodeHooks:
         grad_output: Packed,
         grad_input: Packed,
         mutated: int,
+        replayed: Verdict,
     ) -> None:
         """The Node's row."""
         watch, frame = self.watch, self.frame
+        if watch.flight is not None:
+            watch.flight.saw(grad_output)
+            watch.flight.saw(grad_input)
         watch.append(
             NODE_EVENTS,
             watch.step,
@@ -419,7 +454,7 @@ class NodeHooks:
             went,
             outcome,
             mutated,
-            NULL_BOOL,
+            *replayed,
             as_bytes(grad_output),
             as_bytes(grad_input),
         )
@@ -428,7 +463,8 @@ class NodeHooks:
         summariser = self.watch.recording.summariser
         came, went = _present(grad_outputs), _present(grad_inputs)
         if summariser.off:
-            self.write(end, self.watch.ok, came, went, NOTHING, NOTHING, NULL_BOOL)
+            replayed = self._run_again(grad_inputs, grad_outputs, NULL_BOOL)
+            self.write(end, self.watch.ok, came, went, NOTHING, NOTHING, NULL_BOOL, replayed)
             return
         if self.local is not None and len(grad_outputs) == 1 and grad_outputs[0] is not None:
             strides, address, packed = self.local
@@ -438,7 +474,12 @@ class NodeHooks:
             if memory_address(came_in) == address and came_in.stride() == strides:
                 summariser.remember(came_in, packed)
         self.local = None
-        incoming = [None if g is None else summariser.of_gradient(g) for g in grad_outputs]
+        summary: Callable[[torch.Tensor], Packed | None] = summariser.of_gradient
+        if self.replay is not None and self.mutable_before is not None:
+            summary = (
+                summariser.of
+            )  # a Function may have changed it through other eyes: its version says nothing
+        incoming = [None if g is None else summary(g) for g in grad_outputs]
         outgoing = [
             None if g is None else handed_on(summariser, g, grad_outputs, incoming)
             for g in grad_inputs
@@ -448,11 +489,19 @@ class NodeHooks:
         if self.mutable_before is not None:
             mutated = int(self.mutable_before[FINGERPRINT] != grad_output[FINGERPRINT])
             self.mutable_before = None
-        self.write(end, self.watch.ok, came, went, grad_output, grad_input, mutated)
+        replayed = self._run_again(grad_inputs, grad_outputs, mutated)
+        self.write(end, self.watch.ok, came, went, grad_output, grad_input, mutated, replayed)
         if came > 1:
             self._record_each(self.watch.incoming, grad_outputs, incoming)
         if went > 1:
             self._record_each(self.watch.outgoing, grad_inputs, outgoing)
+
+    def _run_again(self, grad_inputs: Gradients, grad_outputs: Gradients, mutated: int) -> Verdict:
+        """Whether the Node gives the same once more, where that was asked for."""
+        if self.replay is None:
+            return NOT_REPLAYED
+        calls = self.watch.totals.engine_calls
+        return self.replay.again(grad_inputs, grad_outputs, calls, mutated=mutated == 1)
 
     def _record_each(
         self, direction: int, gradients: Gradients, summaries: list[Packed | None]

@@ -20,6 +20,7 @@ from gradtrace_recorder.observers.python import (
     PythonObserver,
     nodes_numbered,
 )
+from gradtrace_recorder.observers.replay import RUNNING
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.sources.ddp import DdpSource
@@ -66,7 +67,7 @@ class EngineSource:
 
             def run_backward(self, *args: Any, **kwargs: Any) -> Any:
                 run = super().run_backward
-                if _is_compiling() or _tracing_state() or not source._guard.is_open:
+                if _is_compiling() or _tracing_state() or not source._guard.is_open or RUNNING.now:
                     return run(*args, **kwargs)
                 return source._run(run, args, kwargs)
 
@@ -136,6 +137,8 @@ class EngineSource:
             nodes = [_node_of(output) for output in outputs]
             first = outputs[0] if len(outputs) else None
             opened.loss = _scalar(first)
+            if recording.flight is not None:
+                recording.flight.saw_loss(opened.loss)
             opened.root_node_name = _node_name(nodes[0]) if nodes and nodes[0] is not None else None
             opened.watch = self._observer.watch(
                 recording,
@@ -186,6 +189,8 @@ class EngineSource:
             self._ddp.backward_ended(
                 recording, opened.index, opened.microbatch, failed=error is not None
             )
+        if error is not None and recording.flight is not None:
+            recording.flight.failed(error)
         if watch is not None and failed is not None:
             # Behind the rows of its buckets: a pass that has a row has all of them.
             self._write(opened, watch, end, failed, error, outputs, ddp_sync)

@@ -16,6 +16,7 @@ from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
 from gradtrace_recorder.naming import ModuleName, holds_parameters, unwrapped
+from gradtrace_recorder.observers.replay import RUNNING
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone, is_of_a_compiler
 from gradtrace_recorder.sources.ddp import DdpSource
@@ -79,7 +80,7 @@ class ModuleSource:
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is about to be called."""
-        if _is_compiling() or _tracing_state() or not self._guard.is_open:
+        if _is_compiling() or _tracing_state() or not self._guard.is_open or RUNNING.now:
             return
         try:
             with unasked():
@@ -92,7 +93,7 @@ class ModuleSource:
     def _after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         # (kwargs, output) of a call that returned. Where it raised, torch (2.13, `_call_impl`) calls global
         # hooks without kwargs, also those registered with them.
-        if _is_compiling() or _tracing_state() or not self._guard.is_open:
+        if _is_compiling() or _tracing_state() or not self._guard.is_open or RUNNING.now:
             return
         recording = self._gate.recording
         if recording is None:
