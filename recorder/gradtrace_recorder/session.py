@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Session:
         for source in self._sources:
             source.attach()
         atexit.register(self.stop)
-        os.register_at_fork(after_in_child=self._forked)
+        _armed.add(self)
 
     def stop(self, timeout: float = EXIT_SECONDS) -> None:
         """Remove every hook, drain what is left, close the recording. Calling it again does nothing."""
@@ -56,6 +57,7 @@ class Session:
         for source in self._sources:
             source.detach()
         atexit.unregister(self.stop)
+        _armed.discard(self)
         live, self._live = self._live, None
         recording = self.gate.recording
         self.gate.shut()
@@ -100,7 +102,7 @@ class Session:
                 raise
             return None
 
-    def _forked(self) -> None:
+    def forked(self) -> None:
         """In a forked child: a worker of a recording process records nothing, and writes nothing of ours."""
         recording = self.gate.recording
         if self._live is not None or recording is not None:
@@ -116,6 +118,18 @@ class Session:
                 f"{self.settings.directory!r}; it is not recorded itself"
             )
         self._pid = os.getpid()
+
+
+# What is registered for forks stays registered for good: so no session is, or it would outlive `stop`.
+_armed: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for session in list(_armed):
+        session.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Live:

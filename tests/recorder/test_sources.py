@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace_recorder
+from gradtrace_recorder import bootstrap
 from support.recorded import recording, rows
 
 
@@ -363,3 +364,14 @@ def test_our_own_failure_closes_its_source_and_the_job_goes_on(
     assert rows(tmp_path / "run", "SELECT max(step) FROM module_calls") == [(2,)]
     ((problems,),) = rows(tmp_path / "run", "SELECT problems FROM ranks")
     assert "RuntimeError: ours" in problems
+
+
+def test_nothing_of_a_session_outlives_stop(tmp_path: Path) -> None:
+    with recording(tmp_path / "run"):
+        train(small(), 1)
+        session = bootstrap.current_session()
+        assert session is not None and session.gate.recording is not None
+        held = [weakref.ref(part) for part in (session, session.modules, session.gate.recording)]
+        del session
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 3
