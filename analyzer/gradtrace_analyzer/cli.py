@@ -58,8 +58,9 @@ class Analyzer(click.Group):
         except GradtraceError as error:
             click.echo(f"analyzer: {error}", err=True)
             sys.exit(error.exit_code)
-        except (duckdb.IOException, duckdb.InvalidInputException) as error:
-            # A part whose ends are whole but whose middle is not; DuckDB names it.
+        except duckdb.Error as error:
+            if not is_of_damage(error):
+                raise
             said = str(error).splitlines()[0]
             click.echo(f"analyzer: the recording could not be read: {said}", err=True)
             sys.exit(_CANNOT_TELL)
@@ -69,6 +70,18 @@ class Analyzer(click.Group):
         except (click.Abort, KeyboardInterrupt):
             sys.exit(_INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def is_of_damage(error: duckdb.Error) -> bool:
+    """Whether DuckDB met a part whose ends are whole but whose middle is not, which it names."""
+    of_a_file = (
+        duckdb.IOException,
+        duckdb.InvalidInputException,
+        duckdb.SerializationException,
+        duckdb.ConversionException,
+        duckdb.OutOfMemoryException,  # for a page that says it is huge
+    )
+    return isinstance(error, of_a_file) or type(error) is duckdb.Error
 
 
 @click.group(cls=Analyzer)

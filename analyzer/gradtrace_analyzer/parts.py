@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gradtrace_schemas import ALL_TABLES, layout
@@ -74,12 +75,16 @@ def found_parts(run: str, of_rank: int | None = None) -> list[Part | DamagedPart
 def last_record(parts: Iterable[Part]) -> int:
     """The newest journal record that lies in one of these parts, 0 where none says so.
 
-    Reads each part's footer. Raises pyarrow.ArrowInvalid for one that holds no metadata.
+    Reads each part's footer. One that cannot be read holds nothing: what the journal still has of it is not there
+    twice.
     """
     newest = 0
     for part in parts:
-        metadata = pq.read_metadata(part.path).metadata or {}
-        newest = max(newest, int(metadata.get(layout.PART_LAST_RECORD, 0)))
+        try:
+            metadata = pq.read_metadata(part.path).metadata or {}
+            newest = max(newest, int(metadata.get(layout.PART_LAST_RECORD, 0)))
+        except (OSError, ValueError, pa.ArrowException):
+            continue
     return newest
 
 

@@ -94,4 +94,14 @@ def waits(run: Run, connection: duckdb.DuckDBPyConnection) -> dict[int, Wait]:
 def _teams(connection: duckdb.DuckDBPyConnection) -> dict[tuple[int, str | None], Sequence[int]]:
     """The ranks of each group, by a rank of it and the group's name."""
     rows = connection.execute("SELECT DISTINCT rank, name, ranks FROM groups").fetchall()
-    return {(rank, name): json.loads(ranks) for rank, name, ranks in rows if ranks}
+    return {(rank, name): members for rank, name, text in rows if (members := _members(text))}
+
+
+def _members(text: str | None) -> list[int]:
+    """Ranks of a JSON list; none where a damaged journal holds something else in its place."""
+    try:
+        ranks = json.loads(text or "")
+    except ValueError:
+        return []
+    is_list = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
+    return ranks if is_list else []

@@ -106,7 +106,9 @@ def _summary_arrays(
     not_full = state != STATE_FULL
     lanes = records["sketch"].astype(np.float32)
     if group.lanes != SKETCH_LANES:
-        lanes = lanes.reshape(len(records), -1, group.lanes).sum(axis=1, dtype=np.float32)
+        lanes = lanes.reshape(len(records), SKETCH_LANES // group.lanes, group.lanes).sum(
+            axis=1, dtype=np.float32
+        )
     p = group.prefix
     made = {
         p + "numel": pa.array(records["numel"], mask=nothing),
