@@ -360,6 +360,7 @@ def test_long_list_of_numbers_is_not_walked(tmp_path: Path) -> None:
 
 def test_compiled_block_has_no_more_graph_breaks(tmp_path: Path) -> None:
     counters = torch._dynamo.utils.counters
+    counters.clear()
     net = small()
     torch._dynamo.reset()
     with recording(tmp_path / "run"):
