@@ -127,7 +127,7 @@ GROUPS = Table(
 
 RANKS = Table(
     name="ranks",
-    version=1,
+    version=2,
     doc="One row per rank's recording.",
     key=("attempt", "rank"),
     journalled=False,
