@@ -67,7 +67,7 @@ BACKWARD_PASSES = Table(
 
 NODE_EVENTS = Table(
     name="node_events",
-    version=1,
+    version=2,
     doc="One row per autograd Node that ran in a backward pass.",
     key=(*_PASS_KEY, "event_index"),
     entries=(

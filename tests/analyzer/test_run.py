@@ -247,3 +247,16 @@ def test_a_run_of_the_first_schema_is_read_with_nulls_for_what_came_later() -> N
         assert found == [(0, 1, False, None), (1, 1, False, None)]
         passes = connection.execute("SELECT kind, ddp_sync FROM backward_passes").fetchall()
         assert passes == [("backward", None)] * 2
+
+
+def test_a_run_of_the_second_schema_is_read_with_nulls_for_what_came_later() -> None:
+    """Recorded by the version that wrote schema 2: two steps of a linear layer."""
+    run = open_run(Path(__file__).resolve().parents[1] / "data" / "schema-2")
+    assert run.schema_version == 2 and run.notices == () and run.flight_steps is None
+    with contextlib.closing(connect([run])) as connection:
+        nodes = connection.execute(
+            "SELECT DISTINCT replay_equal, replay_error, outcome FROM node_events"
+        ).fetchall()
+        assert nodes == [(None, None, "ok")]
+        ranks = connection.execute("SELECT replay_skipped, overwritten FROM ranks").fetchall()
+        assert ranks == [(None, None)]

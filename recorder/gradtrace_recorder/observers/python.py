@@ -225,7 +225,7 @@ class PassWatch:
             self._hooked_leaves.append(variable)
         if whole:
             if self._replay is not None:
-                self._prepared(node, hooks.frame, is_leaf=True)
+                hooks.replay = self._prepared(node, hooks.frame, is_leaf=True)
             self._hook(node, hooks)
 
     def _prepared(self, node: Any, frame: Frame, *, is_leaf: bool = False) -> NodeReplay | None:

@@ -57,34 +57,29 @@ class Replays:
     def __init__(self) -> None:
         self.skipped: collections.Counter[str] = collections.Counter()
 
-    def prepared(self, node: Any, *, by_request: bool, is_leaf: bool = False) -> NodeReplay | None:
-        """What to do with a chosen Node; None where its kind is never run again, which is counted.
-
-        `by_request`: a Node that the job or an extension defines was asked for as such.
-        """
-        if is_leaf:
-            self.skipped["accumulates a gradient"] += 1
-            return None
-        name = node.name()
+    def prepared(self, node: Any, *, by_request: bool, is_leaf: bool = False) -> NodeReplay:
+        """What to do with a chosen Node. `by_request`: a Function of the job's was asked for as such."""
         # An extension's Functions have no class of their own in Python (`CppNode`).
         own = isinstance(node, torch.autograd.function.BackwardCFunction)
-        if not by_request and (own or type(node).__name__ == "CppFunction"):
-            self.skipped["a Function of the job's (ask for it with python:)"] += 1
-            return None
-        if name.rpartition("::")[2].startswith(_USES_UP):
-            self.skipped["uses up what it saved"] += 1
-            return None
-        return NodeReplay(self, own)
+        never = None
+        if is_leaf:
+            never = "accumulates a gradient"
+        elif not by_request and (own or type(node).__name__ == "CppFunction"):
+            never = "a Function of the job's (ask for it with python:)"
+        elif node.name().rpartition("::")[2].startswith(_USES_UP):
+            never = "uses up what it saved"
+        return NodeReplay(self, own, never)
 
 
 class NodeReplay:
     """The replay of one Node in one pass. Keeps no Node and no tensor."""
 
-    __slots__ = ("_calls", "_came", "_number", "_own", "_replays", "is_first")
+    __slots__ = ("_calls", "_came", "_never", "_number", "_own", "_replays", "is_first")
 
-    def __init__(self, replays: Replays, own: bool) -> None:
+    def __init__(self, replays: Replays, own: bool, never: str | None) -> None:
         self._replays = replays
         self._own = own
+        self._never = never
         self._came: tuple[tuple[int, int] | None, ...] = ()
         self._number = self._calls = 0
         self.is_first = True
@@ -99,6 +94,9 @@ class NodeReplay:
         self, grad_inputs: Gradients, grad_outputs: Gradients, engine_calls: int, *, mutated: bool
     ) -> Verdict:
         """Run it again. Called in our post-hook: `grad_inputs` is what the first run gave."""
+        if self._never is not None:
+            self._replays.skipped[self._never] += 1
+            return NOT_REPLAYED
         node = _current_node()
         reason = "no Node is running" if node is None else None
         if reason is None and self._calls != engine_calls:

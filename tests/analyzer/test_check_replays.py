@@ -1,0 +1,45 @@
+"""`replays_equal`: Nodes that disagree with themselves, on which ranks, and how many of them are told one by one."""
+
+from pathlib import Path
+
+from support.replicated import Job, checked, edit, laws, matching, violation
+
+
+def test_node_that_disagrees_on_one_rank_alone_points_to_its_device(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "node_events", {}, replay_equal=True)
+    node = matching(rows, "node_events", rank=1, step=2)[0]
+    node.update(replay_equal=False, replay_error=0.25)
+    answer = checked(tmp_path, rows)
+    found = violation(answer, "replays_equal")
+    assert laws(answer) == ["replays_equal"] and answer["verdict"] == "violated"
+    assert (found["step"], found["rank"], found["count"]) == (2, 1, 1)
+    assert (found["relative_error"], found["node_name"]) == (0.25, node["node_name"])
+    assert found["explanation"].endswith(
+        "on ranks 0-1, by 2.5e-01 at most): a faulty device of rank 1, or a nondeterministic kernel (on rank 0 it gave "
+        "the same each time), not the data."
+    )
+    assert answer["judged"]["replays_equal"] == len(rows["node_events"])
+
+
+def test_difference_that_is_no_number_is_told_without_one(tmp_path: Path) -> None:
+    rows = Job().made()
+    name = matching(rows, "node_events", step=1)[0]["module_fqn"]
+    edit(rows, "node_events", {"step": 1, "module_fqn": name}, replay_equal=False)
+    found = violation(checked(tmp_path, rows), "replays_equal")
+    assert found["ranks"] == [0, 1] and found["rank"] is None and found["relative_error"] is None
+    assert (
+        "on ranks 0-1): a nondeterministic kernel, or a faulty device, not the data."
+        in found["explanation"]
+    )
+
+
+def test_of_many_nodes_the_first_are_told_and_the_others_named(tmp_path: Path) -> None:
+    rows = Job(1).made()
+    first = matching(rows, "node_events", rank=0, step=0)[0]
+    for number in range(30):
+        more = {**first, "event_index": 100 + number, "module_fqn": f"layers.{number}"}
+        rows["node_events"].append(more | {"node_name": "OddBackward0", "replay_equal": False})
+    answer = checked(tmp_path, rows, rank_count=1)
+    assert laws(answer).count("replays_equal") == 20
+    assert "10 more Nodes disagree with themselves: OddBackward0." in answer["cover"]["notes"]
