@@ -58,7 +58,7 @@ class Analyzer(click.Group):
         except GradtraceError as error:
             click.echo(f"analyzer: {error}", err=True)
             sys.exit(error.exit_code)
-        except duckdb.Error as error:
+        except (duckdb.Error, UnicodeDecodeError) as error:
             if not is_of_damage(error):
                 raise
             said = str(error).splitlines()[0]
@@ -72,8 +72,9 @@ class Analyzer(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def is_of_damage(error: duckdb.Error) -> bool:
-    """Whether DuckDB met a part whose ends are whole but whose middle is not, which it names."""
+def is_of_damage(error: Exception) -> bool:
+    """Whether DuckDB met a part whose ends are whole but whose middle is not. It names the part, unless its own
+    message then holds bytes that are no text."""
     of_a_file = (
         duckdb.IOException,
         duckdb.InvalidInputException,
@@ -81,6 +82,8 @@ def is_of_damage(error: duckdb.Error) -> bool:
         duckdb.ConversionException,
         duckdb.OutOfMemoryException,  # for a page that says it is huge
     )
+    if isinstance(error, UnicodeDecodeError):
+        return True
     return isinstance(error, of_a_file) or type(error) is duckdb.Error
 
 

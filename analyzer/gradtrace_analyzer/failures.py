@@ -117,7 +117,8 @@ def failed_passes(
     for row in rows:  # the innermost pass is left first
         place = row["rank"], row["step"]
         outermost = row["backward_index"]
-        while (parent := parents.get((*place, outermost))) is not None:
+        # A pass is entered after the one around it; a damaged row may say otherwise.
+        while (parent := parents.get((*place, outermost))) is not None and parent < outermost:
             outermost = parent
         key = (*place, outermost)
         innermost = found.get(key)

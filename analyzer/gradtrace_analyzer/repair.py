@@ -52,13 +52,14 @@ def repairs(run: Path, *, force: bool = False) -> Iterator[Repaired | CannotRepa
     `force` is for ranks of which this machine cannot tell whether they live.
     """
     for journal in found_journals(run):
+        path = layout.journal_file(run, journal.rank, journal.attempt)
         try:
             yield _repaired(run, journal, force=force)
-        except FileNotFoundError:
-            continue  # its rank has just closed it, or somebody else has repaired it
         except CannotRepair as error:
             yield error
         except OSError as error:
+            if not path.exists():
+                continue  # its rank has just closed it, or somebody else has repaired it
             yield CannotRepair(
                 f"rank {journal.rank} of attempt {journal.attempt} is not repaired, its journal stays as it is: "
                 f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
@@ -203,6 +204,7 @@ def _write_json(path: Path, contents: Contents) -> None:
         "repaired_unix_ns": time.time_ns(),
     }
     temporary = path.with_suffix(".writing")
+    temporary.parent.mkdir(exist_ok=True)
     temporary.write_text(
         json.dumps(known | (facts if isinstance(facts, dict) else {}) | said) + "\n"
     )

@@ -1,6 +1,7 @@
 """Opening a run: what is there, what is missing, and that nothing missing stops it."""
 
 import contextlib
+import gzip
 import json
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from gradtrace_analyzer.database import connect
+from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
 from gradtrace_analyzer.run import Run, open_run, ranks_phrase, spans
 from gradtrace_schemas import layout
@@ -260,3 +262,16 @@ def test_a_run_of_the_second_schema_is_read_with_nulls_for_what_came_later() -> 
         assert nodes == [(None, None, "ok")]
         ranks = connection.execute("SELECT replay_skipped, overwritten FROM ranks").fetchall()
         assert ranks == [(None, None)]
+
+
+def test_journal_of_format_2_is_read_with_null_where_columns_are_newer(tmp_path: Path) -> None:
+    """Written by the recorder of schema 2: a pass that failed, and a Node that was running."""
+    packed = Path(__file__).resolve().parents[1] / "data" / "journal-2.gz"
+    path = layout.journal_file(tmp_path, 0, 0)
+    path.parent.mkdir()
+    path.write_bytes(gzip.decompress(packed.read_bytes()))
+    [rank] = endings(open_run(tmp_path)).ranks
+    assert rank.last_failure is not None and rank.last_failure.row["exception_text"] == "no luck"
+    assert rank.last_failure.row["grad_outputs"] is None is rank.last_failure.row["call_step"]
+    assert rank.state == "silent" and rank.place is not None  # it says of no process that it lives
+    assert (rank.place.node_name, rank.place.module_fqn) == ("ReluBackward0", "act")

@@ -11,15 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.journal import NOWHERE, JournalWriter
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.batches import arrow_table
 from gradtrace_schemas.journal import (
+    AFTER_MODULE,
+    IN_MODULE,
     KINDS,
     NULL_FLOAT,
     NULL_INT32,
     NULL_INT64,
     NULL_STRING,
+    PLACES_OFFSET,
     RECORD_BYTES,
     UnreadableJournal,
     read_journal,
@@ -76,7 +79,9 @@ def test_full_journal_drops_and_counts(tmp_path: Path) -> None:
     for step in range(20):
         append(journal, step)
     assert journal.written == 16 and journal.dropped == {"backward_passes": 4}
-    assert read_journal((tmp_path / "j").read_bytes()).header["dropped"] == 4
+    contents = read_journal((tmp_path / "j").read_bytes())
+    assert contents.header["dropped"] == 4
+    assert contents.dropped == {"backward_passes": (4, 16, 19)}  # count, first and last step
     journal.mark_drained(8)
     append(journal, 99)
     assert journal.written == 17
@@ -107,6 +112,46 @@ def test_what_runs_is_noted_until_it_is_done(tmp_path: Path) -> None:
     thread = contents.running[0]
     assert (thread["thread"], thread["depth"]) == (77, 2)
     assert thread["entries"]["module_fqn"][:2].tolist() == [0, 1]
+
+
+def test_place_of_a_thread_is_its_last_and_a_torn_one_is_none(tmp_path: Path) -> None:
+    journal = writer(tmp_path / "j")
+    name = journal.string("blocks.0")
+    journal.move(77, 100, (AFTER_MODULE, name, 0, 1, 2, 3, NULL_INT32))
+    journal.move(77, 200, (IN_MODULE, name, 0, 4, 2, 3, NULL_INT32))
+    assert journal.place_of(77)[0] == IN_MODULE and journal.place_of(5) == NOWHERE
+    data = bytearray((tmp_path / "j").read_bytes())
+    place = read_journal(bytes(data)).places[0]
+    assert (place["kind"], place["name"], place["call_index"]) == (IN_MODULE, name, 4)
+    assert place["moved_ns"] == 200
+    data[PLACES_OFFSET : PLACES_OFFSET + 8] = (300).to_bytes(
+        8, "little"
+    )  # the first word of a new one
+    assert read_journal(bytes(data)).places[0]["kind"] == 0
+    journal.close(remove=True)
+
+
+def test_slot_of_a_thread_that_is_in_a_module_is_not_given_to_another(tmp_path: Path) -> None:
+    journal = writer(tmp_path / "j")
+    inside = (IN_MODULE, journal.string("act"), 0, 0, 0, 0, NULL_INT32)
+    journal.move(1, 10, inside)
+    for thread in range(2, 100):
+        journal.move(thread, thread, (AFTER_MODULE, *inside[1:]))
+    assert journal.place_of(1) == inside
+    journal.close(remove=True)
+
+
+def test_forked_child_writes_nowhere(tmp_path: Path) -> None:
+    journal = writer(tmp_path / "j")
+    append(journal, 0)
+    before = (tmp_path / "j").read_bytes()
+    journal.forget()
+    append(journal, 1)
+    journal.move(1, 10, NOWHERE)
+    journal.push_running(1, *(0,) * 13)
+    journal.string("a new name")
+    journal.close(remove=False)
+    assert (tmp_path / "j").read_bytes() == before
 
 
 def test_records_of_many_threads_are_all_there(tmp_path: Path) -> None:

@@ -44,6 +44,9 @@ def write_journal(
     dropped: int = 0,
     running: Sequence[Mapping[str, Any]] = (),
     half_records: int = 16,
+    pid: int = 4242,
+    process_start: int = 0,
+    machine: int = 0,
 ) -> Path:
     """A journal whose records 1, 2, ... are these (table, columns); those up to `drained` count as drained.
 
@@ -73,7 +76,9 @@ def write_journal(
         "strings_offset": strings_offset,
         "strings_bytes": len(texts),
         "records_offset": strings_offset + len(texts),
-        "pid": 4242,
+        "pid": pid,
+        "process_start": process_start,
+        "machine": machine,
         "rank": rank,
         "attempt": attempt,
         "drained": drained,

@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from gradtrace_analyzer.database import connect
 from gradtrace_analyzer.run import open_run
-from gradtrace_schemas import ALL_TABLES
 from gradtrace_schemas.journal import text_of
-
-LOOP = """
-import sys, torch
-sys.path.insert(0, {jobs!r})
-from gradtrace_recorder import journal
-journal.HALF_RECORDS = 512          # drains all the time, so that kills hit a drain too
-journal.JournalWriter.__init__.__kwdefaults__["half_records"] = 512
-from models import MODELS
-torch.set_num_threads(1)
-net = MODELS["lists"](0.1)
-opt = torch.optim.SGD(net.parameters(), lr=0.01)
-for step in range(100000):
-    opt.zero_grad()
-    net(torch.randn(4, 6)).sum().backward()
-    opt.step()
-    if step == 3:
-        print("running", flush=True)
-"""
-JOBS = str(Path(__file__).resolve().parents[1] / "support" / "jobs")
+from support.killing import MODELS, Killer
 
 
 def started(directory: Path, source: str) -> subprocess.Popen[str]:
@@ -46,34 +23,20 @@ def started(directory: Path, source: str) -> subprocess.Popen[str]:
     return process
 
 
-def numbers_of(directory: Path) -> list[int]:
-    """The numbers of all rows of all tables."""
-    run = open_run(directory)
-    union = " UNION ALL ".join(
-        f"SELECT record_index FROM {t.name}" for t in ALL_TABLES if t.journalled
-    )
-    with connect([run]) as connection:
-        return sorted(n for (n,) in connection.execute(union).fetchall())
-
-
 @pytest.mark.parametrize(
-    "kills", [pytest.param(6, id="6"), pytest.param(40, id="40", marks=pytest.mark.slow)]
+    ("kills", "models"),
+    [
+        pytest.param(3, ("lists",), id="3"),
+        pytest.param(12, MODELS, id="12", marks=pytest.mark.slow),
+    ],
 )
 def test_kill_at_a_random_moment_loses_no_record_and_invents_none(
-    kills: int, tmp_path: Path
+    kills: int, models: tuple[str, ...], tmp_path: Path
 ) -> None:
-    draw = random.Random(kills)
-    for turn in range(kills):
-        directory = tmp_path / str(turn)
-        process = started(directory, LOOP.format(jobs=JOBS))
-        time.sleep(draw.uniform(0, 0.4))
-        process.send_signal(draw.choice([signal.SIGKILL, signal.SIGTERM]))
-        process.wait(30)
-        assert process.stdout is not None
-        process.stdout.close()
-        found = numbers_of(directory)
-        assert found == list(range(1, len(found) + 1)), "a record was lost, or is there twice"
-        assert len(found) > 100
+    with Killer(tmp_path, seed=kills) as killer:
+        for number in range(kills):
+            killer.kill_one(number, models)
+    assert killer.records > 500 * kills and killer.dropping < kills
 
 
 HANGS = """
