@@ -27,7 +27,7 @@ _VERSIONS = re.compile(r"is at version (\d+); expected version (\d+) instead")
 _address = getattr(torch._C, "_data_address", None) or torch.Tensor.data_ptr
 _modes = torch._C._len_torch_function_stack
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,11 @@ class Versions:
         stale = {
             _address(tensor)
             for tensor in _saved(node)
-            if type(tensor) in _PLAIN and not _is_wrapped(tensor) and tensor._version == found
+            if type(tensor) in (_Tensor, _Parameter)
+            and not _is_wrapped(tensor)
+            and tensor._version == found
         }
+        stale.discard(0)  # of tensors without memory, which all have that address
         if len(stale) != 1:
             return None
         [address] = stale
@@ -94,11 +97,14 @@ class Versions:
             return  # a function mode of the job would see us look
         see = self._sightings.append
         for tensor in tensors:
-            if type(tensor) in _PLAIN:
-                if not _is_wrapped(tensor) and tensor.layout is torch.strided:
+            kind = type(tensor)
+            if kind is _Tensor or kind is _Parameter:
+                try:
                     see((_address(tensor), tensor._version, number, how, where))
-            elif type(tensor) in (tuple, list) and len(tensor) <= 16:
-                self._see(number, how, where, (t for t in tensor if isinstance(t, torch.Tensor)))
+                except RuntimeError:  # no memory of its own: sparse, or wrapped by a transform
+                    continue
+            elif (kind is tuple or kind is list) and len(tensor) <= 16:
+                self._see(number, how, where, [t for t in tensor if isinstance(t, _Tensor)])
 
 
 def _moment(how: str, where: Any) -> str:

@@ -37,6 +37,15 @@ class Fills(nn.Module):
         return x.mul_(2)
 
 
+class Squares(nn.Module):
+    """Saves what it is given, which was changed before, and then changes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * x
+        x.add_(1)
+        return y
+
+
 class Outer(nn.Module):
     """Two modules, and code between them that changes what the first gave, if asked to."""
 
@@ -89,6 +98,17 @@ def test_module_that_changes_its_argument_is_named_and_not_the_one_that_made_it(
         "2",
         0,
         "after it went into 2, before it left 2",
+    )
+
+
+def test_changes_before_the_tensor_was_saved_are_none_of_it(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), Fills(), Squares())
+    assert failure(tmp_path / "run", net)[:5] == (
+        "MulBackward0",
+        "2",
+        "2",
+        0,
+        "after MulBackward0 had saved it, before it left 2",
     )
 
 
