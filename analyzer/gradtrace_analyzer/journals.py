@@ -24,6 +24,7 @@ from gradtrace_schemas.journal import (
     plain_fields,
     read_journal,
 )
+from gradtrace_schemas.nodes import NODE_EVENTS
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,11 @@ def leftover_rows(
     found: dict[str, pa.Table] = {}
     for table in JOURNAL_TABLES:
         records = journal.of(table, header["drained"])
-        if not len(records):
-            continue
         after = last_record(parts.get(table.name, ()))
         records = records[records["record_number"] > after]
+        if table is NODE_EVENTS:
+            running = journal.running_nodes()
+            records = np.concatenate((records, running[running["record_number"] > after]))
         if len(records):
             if is_ring and table is GROUPS:
                 records = _last_of_equal(records)

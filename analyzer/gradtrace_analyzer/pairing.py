@@ -57,6 +57,8 @@ def differing(table: LinkTable, unread: str) -> str:
     `unread` are the ranks to leave out, as a SQL list without brackets.
     """
     name = table.table
+    # A Node that was running when its rank was killed gave nothing yet that could differ.
+    whole = "t.outcome IS DISTINCT FROM 'running'" if name == "node_events" else "true"
     limit = "common" if table.values else "suspects"
     key = ", ".join(table.key)
 
@@ -71,7 +73,7 @@ def differing(table: LinkTable, unread: str) -> str:
             f"ORDER BY t.record_index) AS nth FROM {schema}.{name} t "
             f"SEMI JOIN {limit} USING (rank, step) JOIN step_start s "
             f"ON s.side = '{schema}' AND s.rank = t.rank AND s.step = t.step"
-            + (f" WHERE t.rank NOT IN ({unread})" if unread else "")
+            f" WHERE t.rank NOT IN ({unread or -1}) AND {whole}"
         )
 
     on = " AND ".join(f"b.{k} IS NOT DISTINCT FROM c.{k}" for k in table.key)

@@ -28,6 +28,7 @@ from gradtrace_schemas import TABLES, layout
 from gradtrace_schemas.batches import arrow_table, write_part
 from gradtrace_schemas.digests import DIGESTED_TABLES, Digests
 from gradtrace_schemas.journal import JOURNAL_TABLES, Contents, record_dtype
+from gradtrace_schemas.nodes import NODE_EVENTS
 from gradtrace_schemas.summary import STATE_FULL, STATE_NONE, STATE_NORMS
 from gradtrace_schemas.table import Table
 
@@ -122,6 +123,9 @@ def _write_parts(
         for table in JOURNAL_TABLES
     }
     _fill_digests(contents, left, whole)
+    running = contents.running_nodes()
+    unwritten = running["record_number"] > last_record(whole.get(NODE_EVENTS.name, ()))
+    left[NODE_EVENTS] = np.concatenate((left[NODE_EVENTS], running[unwritten]))
     written = {}
     for table, records in left.items():
         if not len(records):
@@ -129,7 +133,7 @@ def _write_parts(
         number = numbers.get(table.name, -1) + 1
         path = layout.part_file(run, table.name, header["rank"], header["attempt"], number)
         rows = arrow_table(table, records, contents.strings, header["attempt"])
-        write_part(path, table, rows, newest)
+        write_part(path, table, rows, max(newest, int(records["record_number"].max())))
         _sync(path)
         _sync(path.parent)
         written[table.name] = len(records)

@@ -41,6 +41,7 @@ from gradtrace_schemas.journal import (
     PLACES_OFFSET,
     RECORD_BYTES,
     RUNNING,
+    RUNNING_OUTCOME,
     THREAD,
     THREAD_DEPTH,
     THREAD_SLOTS,
@@ -141,6 +142,7 @@ class JournalWriter:
         self._map[: HEADER.itemsize] = header.tobytes()
         self._map[: len(MAGIC)] = MAGIC
         self._no_room = self.string("(a name that the journal had no room for)")
+        self.string(RUNNING_OUTCOME)
 
     def append(self, kind: int, *values: float | bytes) -> None:
         """Write one record: step, microbatch, backward_index, the table's plain fields in order, then each

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from gradtrace_schemas.catalogue import ALL_TABLES, SCHEMA_VERSION
+from gradtrace_schemas.catalogue import ALL_TABLES, SCHEMA_VERSION, TABLES
 from gradtrace_schemas.table import INT32, SHAPE, SKETCH_LANES, STRING, STRINGS, Column, Table
 
 MAGIC = b"GRADTRCE"
@@ -133,6 +133,7 @@ _HEAD_COLUMNS = {"step", "microbatch", "backward_index", "record_index", "attemp
 
 THREAD_SLOTS, THREAD_DEPTH = 16, 31
 HELD_PLACES = 64
+RUNNING_OUTCOME = "running"
 RUNNING = np.dtype(
     [
         ("node_name", "<u4"),
@@ -233,6 +234,31 @@ class Contents:
         """The records of one table whose number is greater than `after`, with null in columns that are newer."""
         version = self.header["schema_version"]
         return of_table(self.records, self.kinds, self.numbers, table, after, version)
+
+    def running_nodes(self) -> npt.NDArray[Any]:
+        """The Nodes that were running, outermost first, as records of `node_events` that come after all others."""
+        table = TABLES["node_events"]
+        last = int(self.numbers.max(initial=self.header["drained"]))
+        found = [
+            (int(thread["thread"]), entry)
+            for thread in self.running
+            for entry in thread["entries"][: max(0, min(int(thread["depth"]), THREAD_DEPTH))]
+        ]
+        records = np.zeros(len(found), record_dtype(table))
+        for column in plain_fields(table):
+            store_null(records, column)
+        try:
+            outcome = self.strings.index(RUNNING_OUTCOME)
+        except ValueError:
+            return records[:0]  # of a recorder that did not say so
+        for record, (thread, entry) in zip(records, found, strict=True):
+            for name in entry.dtype.names:
+                if name in record.dtype.names:
+                    record[name] = entry[name]
+            record["thread"] = thread
+            record["outcome"] = outcome
+        records["record_number"] = np.arange(last + 1, last + 1 + len(records))
+        return records
 
     @property
     def dropped(self) -> dict[str, tuple[int, int, int]]:

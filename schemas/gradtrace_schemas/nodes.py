@@ -68,7 +68,8 @@ BACKWARD_PASSES = Table(
 NODE_EVENTS = Table(
     name="node_events",
     version=2,
-    doc="One row per autograd Node that ran in a backward pass.",
+    doc="One row per autograd Node that ran in a backward pass, or was running when its rank was killed, or looked at. "
+    "Of such a one nothing is known but where it is, and when it began.",
     key=(*_PASS_KEY, "event_index"),
     entries=(
         *IDENTITY,
@@ -93,16 +94,17 @@ NODE_EVENTS = Table(
         Column(
             "occurrence",
             INT32,
-            "Among the Nodes of this name from one module call, in order of creation, from 0.",
+            "Among the Nodes of this name from one module call, in order of creation, from 0; null while it runs.",
+            nullable=True,
         ),
         Column("parameter_fqn", STRING, "Parameter, when the Node accumulates one.", True),
         Column("phase", STRING, "`backward`, `grad`, `input` or `weight`."),
         Column("stage_index", INT32, "Pipeline stage.", True),
         Column("thread", INT64, "Identifier of the thread that ran it.", encoding="dictionary"),
         START_NS,
-        END_NS,
-        Column("grad_output_count", INT32, "Gradients that came in, not counting None."),
-        Column("grad_input_count", INT32, "Gradients that went out, not counting None."),
+        nullable(END_NS, "End, on the same clock; null while it runs."),
+        Column("grad_output_count", INT32, "Gradients that came in, not counting None.", True),
+        Column("grad_input_count", INT32, "Gradients that went out, not counting None.", True),
         SummaryColumns("grad_output_", "All gradients that came in, combined", NODE_SKETCH_LANES),
         SummaryColumns("grad_input_", "All gradients that went out, combined", NODE_SKETCH_LANES),
         Column("outcome", STRING, "`ok`, `failed` (an exception left it) or `running`."),

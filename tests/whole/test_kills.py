@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from gradtrace_analyzer.database import connect
 from gradtrace_analyzer.run import open_run
 from gradtrace_schemas.journal import text_of
+from support.commands import told
 from support.killing import MODELS, Killer
 
 
@@ -65,8 +68,21 @@ def test_node_that_was_running_is_named_live_and_after_the_kill(tmp_path: Path) 
         assert process.stdout is not None
         process.stdout.close()
     assert live == running_node(tmp_path / "run") == ("StuckBackward", "1")
+    # It is a row of its table too, and stays one when the journal becomes parts.
+    query = (
+        "SELECT node_name, module_fqn, end_ns IS NULL, grad_output_norm FROM node_events "
+        "WHERE outcome = 'running'"
+    )
+    assert asked_rows(query, tmp_path / "run") == [("StuckBackward", "1", True, None)]
+    assert told("repair", tmp_path / "run")[0] == 0
+    assert asked_rows(query, tmp_path / "run") == [("StuckBackward", "1", True, None)]
     run = open_run(tmp_path / "run")
     assert run.incomplete_ranks == (0,) and any("rank 0" in notice for notice in run.notices)
+
+
+def asked_rows(query: str, run: Path) -> list[tuple[object, ...]]:
+    with contextlib.closing(connect([open_run(run)])) as connection:
+        return connection.execute(query).fetchall()
 
 
 def running_node(directory: Path) -> tuple[str | None, str | None]:
