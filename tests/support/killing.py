@@ -26,6 +26,7 @@ from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.repair import Repaired, repairs
 from gradtrace_analyzer.run import Run, open_run
 from gradtrace_schemas import ALL_TABLES
+from gradtrace_schemas.nodes import NODE_EVENTS
 from gradtrace_schemas.table import Table
 
 NURSERY = Path(__file__).resolve().parent / "jobs" / "nursery.py"
@@ -171,13 +172,23 @@ def _rows(run: Run, table: str) -> list[Any]:
         return [repr(row) for row in connection.execute(query).fetchall()]
 
 
+_IDENTITY = "step, microbatch, backward_index, event_index, node_name, root, module_fqn, call_index, parameter_fqn"
+
+
 def _same_rows(killed: Run, reference: Run, *, with_digests: bool) -> None:
     """Every row of the killed run is one of the reference, of the same number, but for its times."""
     with connect_pair(reference, killed) as connection:
+        [(unknown,)] = connection.execute(
+            f"SELECT count(*) FROM (SELECT {_IDENTITY} FROM candidate.node_events WHERE outcome = 'running' "
+            f"EXCEPT ALL SELECT {_IDENTITY} FROM baseline.node_events)"
+        ).fetchall()
+        assert not unknown, "a Node that was running never ran in a job that ended well"
         for table in _TABLES:
             columns = ", ".join(f'"{name}"' for name in _compared(table, with_digests=with_digests))
+            # Of a Node that was running its identity alone is known.
+            ended = "WHERE outcome <> 'running'" if table is NODE_EVENTS else ""
             [(strange,)] = connection.execute(
-                f"SELECT count(*) FROM (SELECT {columns} FROM candidate.{table.name} "
+                f"SELECT count(*) FROM (SELECT {columns} FROM candidate.{table.name} {ended} "
                 f"EXCEPT ALL SELECT {columns} FROM baseline.{table.name})"
             ).fetchall()
             assert not strange, (
