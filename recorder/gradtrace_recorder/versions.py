@@ -28,6 +28,7 @@ _address = getattr(torch._C, "_data_address", None) or torch.Tensor.data_ptr
 _modes = torch._C._len_torch_function_stack
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SEVERAL = (tuple, list)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Versions:
             for tensor in _saved(node)
             if type(tensor) in _PLAIN and not _is_wrapped(tensor) and tensor._version == found
         }
-        if len(stale) != 1:
+        if len(stale) != 1 or 0 in stale:  # 0: it holds no memory
             return None
         [address] = stale
         before, inside_before = f"after {name} had saved it", made_by if made_by.root >= 0 else None
@@ -90,15 +91,20 @@ class Versions:
         return Change(None, f"{before}, before the backward pass came to it")
 
     def _see(self, number: int, how: str, where: Any, tensors: Iterable[Any]) -> None:
+        """Twice a module call, so it asks nothing first: what has no one address (sparse, functorch's wrappers) or no
+        version (made under inference_mode) raises, and is left out."""
         if _modes():
             return  # a function mode of the job would see us look
         see = self._sightings.append
         for tensor in tensors:
-            if type(tensor) in _PLAIN:
-                if not _is_wrapped(tensor) and tensor.layout is torch.strided:
+            kind = type(tensor)
+            if kind in _PLAIN:
+                try:
                     see((_address(tensor), tensor._version, number, how, where))
-            elif type(tensor) in (tuple, list) and len(tensor) <= 16:
-                self._see(number, how, where, (t for t in tensor if isinstance(t, torch.Tensor)))
+                except RuntimeError:
+                    continue
+            elif kind in _SEVERAL and len(tensor) <= 16:
+                self._see(number, how, where, [t for t in tensor if type(t) in _PLAIN])
 
 
 def _moment(how: str, where: Any) -> str:
