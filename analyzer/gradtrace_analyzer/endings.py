@@ -45,7 +45,8 @@ class Ending:
     sign of life. `stuck` and `waits`: it lives, and nothing has happened for long; `waits` where that is in a
     reduction for ranks that have not come. `not_asked`: GRADTRACE_RANKS left it out. `last_failure` is the last of
     `failure_count` exceptions that left backward passes; `went_on` says that it ran backward passes after that.
-    `uncaught` is the (type, text) of the exception with which its process ended. `idle_ns` is for how long nothing
+    `uncaught` is the (type, text) of the exception with which its process ended. Of a rank that closed its recording,
+    `place` is the forward or optimizer's step that never returned, if one did not. `idle_ns` is for how long nothing
     has happened, of a rank that lives.
     """
 
@@ -72,9 +73,9 @@ class Endings:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether all ranks ended well, something was found, or it cannot be told yet."""
+        """Whether all ranks ended by themselves, something was found, or it cannot be told yet."""
         states = {ending.state for ending in self.ranks}
-        if states & set(_FOUND):
+        if states & set(_FOUND) or any(ending.place for ending in self.of("ended")):
             return "found"
         return "unknown" if not states or states & set(_OPEN) else "well"
 
@@ -123,9 +124,10 @@ def _ending(
     journal = run.journals.get(rank)
     kept = info.facts.get("left_behind")
     seen = of_journal(journal) if journal is not None else of_object(kept)
-    place, idle = None, None
+    place: Place | None = None
+    idle = None
     if info.is_complete or (seen is not None and seen.closed_ns):
-        uncaught = _uncaught(info.facts)
+        uncaught, place = _uncaught(info.facts), _left_in(info.facts)
         state: State = "raised" if last is not None or uncaught else "ended"
     elif seen is None:
         state, uncaught = "unknown", None
@@ -179,6 +181,16 @@ def _uncaught(facts: Mapping[str, Any]) -> tuple[str, str] | None:
     if isinstance(kept, list) and len(kept) == 2:
         return str(kept[0]), str(kept[1])
     return None
+
+
+def _left_in(facts: Mapping[str, Any]) -> Place | None:
+    kept = facts.get("left_in")
+    if not isinstance(kept, dict):
+        return None
+    name, step = kept.get("name"), kept.get("step")
+    if kept.get("doing") == "optimizer":
+        return Place(0, "optimizer", 0, step, optimizer=name)
+    return Place(0, "module", 0, step, module_fqn=name)
 
 
 def _dropped(

@@ -64,7 +64,7 @@ INSIDE = (IN_MODULE, IN_BACKWARD, IN_OPTIMIZER)
 Place = tuple[int, int, int, int, int, int, int]
 NOWHERE: Place = (0, NULL_STRING, NULL_INT32, NULL_INT32, NULL_INT32, NULL_INT32, NULL_INT32)
 _THREAD_HEAD = 16
-_PLACE_BYTES = PLACE.itemsize
+_PLACES_AT = [PLACES_OFFSET + slot * PLACE.itemsize for slot in range(THREAD_SLOTS)]
 
 
 class JournalWriter:
@@ -238,7 +238,7 @@ class JournalWriter:
             if slot is None:
                 return
         self._places_now[slot] = place
-        _pack_place(self._map, PLACES_OFFSET + slot * PLACE.itemsize, moved_ns, *place, 0, moved_ns)
+        _pack_place(self._map, _PLACES_AT[slot], moved_ns, *place, 0, moved_ns)
 
     def place_of(self, thread: int) -> Place:
         """Where the thread is, by its last `move`."""
@@ -391,7 +391,7 @@ class JournalWriter:
                 slot = len(self._slots)
             self._slots[thread] = slot
             self._places_now[slot] = NOWHERE
-            _pack_place(self._map, PLACES_OFFSET + slot * PLACE.itemsize, 0, *NOWHERE, 0, 0)
+            _pack_place(self._map, _PLACES_AT[slot], 0, *NOWHERE, 0, 0)
             struct.pack_into(
                 "<qQ", self._map, self._running_offset + slot * THREAD.itemsize, thread, 0
             )

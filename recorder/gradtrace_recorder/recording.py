@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from gradtrace_recorder.attribution import Attribution
 from gradtrace_recorder.flight import Flight
 from gradtrace_recorder.guard import Problems
-from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.journal import JournalWriter, Place
 from gradtrace_recorder.naming import Names
 from gradtrace_recorder.observers.replay import Replays
 from gradtrace_recorder.rows import Rows
@@ -34,6 +34,7 @@ class Recording:
     versions: Versions = field(default_factory=Versions)
     flight: Flight | None = None
     replays: Replays = field(default_factory=Replays)
+    left: Left | None = None
     _noted: dict[tuple[int, int, str], int] = field(default_factory=dict)
 
     def noted(self, name: str) -> int:
@@ -43,6 +44,15 @@ class Recording:
         index = self._noted.get((*at, name), 0)
         self._noted[(*at, name)] = index + 1
         return index
+
+
+@dataclass(frozen=True)
+class Left:
+    """A forward that an exception left: the innermost call's place, and the place that this left behind."""
+
+    error_id: int
+    inside: Place
+    after: Place
 
 
 class Gate:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -22,6 +23,7 @@ from gradtrace_recorder.sources.engine import EngineSource, tell_at_first_backwa
 from gradtrace_recorder.sources.fsdp import FsdpSource
 from gradtrace_recorder.sources.modules import ModuleSource
 from gradtrace_recorder.sources.optimizer import OptimizerSource
+from gradtrace_schemas.journal import IN_MODULE, IN_OPTIMIZER, NULL_STRING
 
 # At exit the job waits for us no longer than this; what is not drained by then stays in the journal.
 EXIT_SECONDS = 2.0
@@ -210,6 +212,7 @@ class _Live:
         """Write the last step, drain the journal, and say "complete" last."""
         recording.timeline.finish()
         self._about["uncaught"] = _uncaught()
+        self._about["left_in"] = _left_in(recording)
         whole = self._drain.finish(timeout)
         recording.journal.close(remove=whole)
         self._write_rank_file(complete=whole)
@@ -252,6 +255,19 @@ def _uncaught() -> list[str] | None:
     """Type and text of the exception that ends the process: Python has said it before `atexit` runs."""
     error = getattr(sys, "last_value", None)
     return None if error is None else [type(error).__name__, str(error)[:4000]]
+
+
+def _left_in(recording: Recording) -> dict[str, Any] | None:
+    """The forward or optimizer's step which an exception or an exit left, where this thread did nothing after it."""
+    journal, left = recording.journal, recording.left
+    place = journal.place_of(threading.get_ident())
+    if left is not None and left.after is place:
+        place = left.inside
+    kind, name, _, _, step, *_ = place
+    if kind not in (IN_MODULE, IN_OPTIMIZER):
+        return None
+    text = None if name == NULL_STRING else journal.texts[name]
+    return {"doing": "module" if kind == IN_MODULE else "optimizer", "name": text, "step": step}
 
 
 def _reason(error: Exception) -> str:

@@ -93,6 +93,8 @@ class Versions:
         return Change(None, f"{before}, before the backward pass came to it")
 
     def _see(self, number: int, how: str, where: Any, tensors: Iterable[Any]) -> None:
+        """Twice a module call, so it asks nothing first: what has no one address (sparse, functorch's wrappers) or no
+        version (made under inference_mode) raises, and is left out."""
         if _modes():
             return  # a function mode of the job would see us look
         see = self._sightings.append

@@ -431,3 +431,25 @@ def test_peak_memory_over_fifty_steps(tmp_path: Path) -> None:
     more = (seen[1] - bare[1]) - (small_seen[1] - small_bare[1])
     print(bare, seen, small_bare, small_seen)
     assert more < 0.02 * bare[1], f"{more} kB more than for a quarter of the batch, of {bare}"
+
+
+def test_tensor_that_was_made_under_inference_mode_may_go_into_a_module_that_trains(
+    tmp_path: Path,
+) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.linear(x.clone())
+            return y
+
+    head = Head()
+    with torch.inference_mode():
+        x = torch.randn(2, 3)
+    with recording(tmp_path):
+        head(x).sum().backward()
+    assert rows(tmp_path, "SELECT problems FROM ranks") == [("[]",)]
+    found = rows(tmp_path, "SELECT module_fqn FROM module_calls ORDER BY 1")
+    assert found == [("",), ("linear",)]

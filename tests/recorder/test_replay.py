@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -296,6 +297,27 @@ def _saved_on_cpu(x: torch.Tensor) -> None:
     y.sum().backward()
 
 
+def _view(x: torch.Tensor) -> None:
+    """A Function that changes a view in place is hidden in another Node."""
+
+    class Doubles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.mark_dirty(x)
+            return x.mul_(2)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            counted.append(1)
+            return gradient * 2
+
+    counted: list[int] = []
+    y = x * 1
+    called(Doubles, y[1:])
+    y.sum().backward()
+    assert len(counted) == 1
+
+
 def _asks(x: torch.Tensor) -> None:
     called(Asks, x).sum().backward()
 
@@ -328,6 +350,29 @@ def test_what_cannot_be_run_twice_is_skipped_and_counted(
     assert not rows(tmp_path, "SELECT * FROM node_events WHERE NOT replay_equal")
     found = {k: n for k, n in skipped(tmp_path).items() if k != "accumulates a gradient"}
     assert found == ({reason: count} if count else {})
+
+
+def test_function_inside_a_changed_view_is_run_again_on_request_alone(tmp_path: Path) -> None:
+    with recording(tmp_path, replay="*"):
+        given(_view)()
+    assert skipped(tmp_path)["changes a view in place (ask for it with python:)"] == 1
+
+
+def test_what_another_thread_draws_meanwhile_is_drawn_once(tmp_path: Path) -> None:
+    net, x, drawn, ends = nn.Linear(300, 300), torch.randn(1000, 300), [], threading.Event()
+
+    def draw() -> None:
+        while not ends.is_set():
+            drawn.append(torch.randn(4))
+
+    thread = threading.Thread(target=draw)
+    with recording(tmp_path, replay="*"):
+        thread.start()
+        for _ in range(10):
+            net(x).sum().backward()
+        ends.set()
+        thread.join()
+    assert len({tuple(one.tolist()) for one in drawn}) == len(drawn)
 
 
 def test_globs_choose_by_module_and_by_name_and_steps_limit_them(tmp_path: Path) -> None:

@@ -150,5 +150,31 @@ def test_job_that_ends_well_is_said_to(tmp_path: Path) -> None:
     run_job(DYING, "no", "grief", 1, 0, recorded=tmp_path / "run").must_succeed()
     done = analyzer("failures", tmp_path / "run")
     assert done.returncode == 0
-    assert done.stdout.splitlines()[0] == "run (attempt 0): rank 0 ended well."
-    assert done.stdout.splitlines()[-1] == "Rank 0 ended well after step 2."
+    assert done.stdout.splitlines()[0] == "run (attempt 0): rank 0 ended without an exception."
+    assert done.stdout.splitlines()[-1] == (
+        "Rank 0 ended by itself after step 2, without an exception that was seen."
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (
+            "raise",
+            "Rank 0 was ended by ValueError: no luck. It came from outside any backward pass; the rank was last seen "
+            "in step 1, in the forward of 1.",
+        ),
+        (
+            "leave",
+            "Rank 0 ended by itself after step 1, without an exception that was seen. It was last seen in step 1, in "
+            "the forward of 1, which an exception or sys.exit left.",
+        ),
+    ],
+)
+def test_rank_that_ends_inside_a_forward_is_not_said_to_have_ended_well(
+    how: str, said: str, tmp_path: Path
+) -> None:
+    run_job(DYING, how, "forward", 1, 0, recorded=tmp_path / "run")
+    done = analyzer("failures", tmp_path / "run")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == said

@@ -32,8 +32,8 @@ def failures(
 ) -> int:
     """Which rank raised, died, hangs or waits: in which Node, since when, and for whom.
 
-    A job that still runs is read without touching it. Exit status: 0 all ranks ended well, 1 something was found, 2
-    it cannot be told (yet).
+    A job that still runs is read without touching it. Exit status: 0 all ranks ended by themselves and no
+    exception was seen (with which exit code is not recorded), 1 something was found, 2 it cannot be told (yet).
     """
     runs = opened_runs((run,), attempt)
     found = endings(runs[0], stuck_after)

@@ -15,7 +15,7 @@ from gradtrace_analyzer.run import ranks_phrase, spans
 from gradtrace_analyzer.waiting import Wait
 
 COLUMNS = ("rank", "state", "step", "where", "since", "waits for", "exception")
-_MOST_ALIKE = 8  # ranks of which each gets a sentence where they all ended well
+_MOST_ALIKE = 8  # ranks of which each gets a sentence where they all ended by themselves
 
 
 def lines(found: Endings, name: str) -> Iterator[str]:
@@ -23,7 +23,7 @@ def lines(found: Endings, name: str) -> Iterator[str]:
     yield f"{name} (attempt {found.run.attempt}): {explanation(found)}"
     yield ""
     yield from table_lines(COLUMNS, [_row(ending) for ending in found.ranks])
-    told = [ending for ending in found.ranks if ending.state not in ("ended", "not_asked")]
+    told = [e for e in found.ranks if e.state not in ("ended", "not_asked") or e.place]
     if told or len(found.ranks) <= _MOST_ALIKE:
         yield ""
         for ending in told or found.ranks:
@@ -47,8 +47,11 @@ def explanation(found: Endings) -> str:
         return "nothing was recorded, so nothing can be told."
     if found.verdict == "well":
         asked = [ending.rank for ending in found.ranks if ending.state == "ended"]
-        return f"{ranks_phrase(asked)} ended well."
+        return f"{ranks_phrase(asked)} ended without an exception."
     said = []
+    left = [ending.rank for ending in found.of("ended") if ending.place]
+    if left:
+        said.append(f"{ranks_phrase(left)} ended inside a forward or an optimizer's step")
     for states, words in (
         (("raised",), "raised an exception"),
         (("died",), "died"),
@@ -89,13 +92,21 @@ def sentence(ending: Ending) -> str:
             f"{rank} did not close its recording and left no journal that can be read: nothing tells how it ended."
         )
     if ending.state == "ended":
-        said.append(f"{rank} ended well{_last_step(ending)}.")
+        said.append(
+            f"{rank} ended by itself{_last_step(ending)}, without an exception that was seen."
+        )
+        if place is not None:
+            said.append(f"It was last seen {_where(place)}, which an exception or sys.exit left.")
     if ending.last_failure is not None:
         said.append(_raised(ending, ending.last_failure))
     if ending.uncaught is not None and not _is_said(ending):
         kind, text = ending.uncaught
+        first = _first_line(text)
+        what = f"{kind}: {first}" if first else kind
+        end = "" if what.endswith((".", "!", "?")) else "."
+        last = "" if place is None else f"; the rank was last seen {_where(place)}"
         said.append(
-            f"{rank} was ended by {kind}: {_first_line(text)} It came from outside any backward pass."
+            f"{rank} was ended by {what}{end} It came from outside any backward pass{last}."
         )
     elif ending.state == "raised":
         said.append(
@@ -233,6 +244,8 @@ def _row(ending: Ending) -> tuple[Any, ...]:
     if place is not None and seen is not None:
         where = _where(place).removeprefix(f"in step {place.step}, ")
         since = clock(seen.wall_start_ns + place.since_ns)
+    elif place is not None:
+        where = _where(place).removeprefix(f"in step {place.step}, ")
     elif failed is not None:
         step = failed.step
         name = failed.row["node_name"]
@@ -240,7 +253,7 @@ def _row(ending: Ending) -> tuple[Any, ...]:
     waits = None if ending.wait is None else spans(ending.wait.for_ranks) or "all have come"
     raised = None if failed is None else failed.said
     if ending.uncaught is not None:
-        raised = f"{ending.uncaught[0]}: {_first_line(ending.uncaught[1])}"
+        raised = f"{ending.uncaught[0]}: {_first_line(ending.uncaught[1])}".removesuffix(": ")
     return ending.rank, ending.state, step, where, since, waits, raised
 
 

@@ -61,25 +61,34 @@ class Replays:
         """What to do with a chosen Node. `by_request`: a Function of the job's was asked for as such."""
         # An extension's Functions have no class of their own in Python (`CppNode`).
         own = isinstance(node, torch.autograd.function.BackwardCFunction)
+        kind = type(node).__name__
+        is_function = own or kind == "CppFunction"
+        is_copy = kind == "CopySlices"
         never = None
         if is_leaf:
             never = "accumulates a gradient"
-        elif not by_request and (own or type(node).__name__ == "CppFunction"):
+        elif not by_request and is_function:
             never = "a Function of the job's (ask for it with python:)"
+        elif not by_request and is_copy:
+            # The Node that it holds cannot be looked at: a Function of the job's, or one with saved-tensor hooks.
+            never = "changes a view in place (ask for it with python:)"
         elif node.name().rpartition("::")[2].startswith(_USES_UP):
             never = "uses up what it saved"
-        return NodeReplay(self, own, never)
+        return NodeReplay(self, own, never, may_draw=is_function or is_copy)
 
 
 class NodeReplay:
     """The replay of one Node in one pass. Keeps no Node and no tensor."""
 
-    __slots__ = ("_calls", "_came", "_never", "_number", "_own", "_replays", "is_first")
+    __slots__ = (
+        "_calls", "_came", "_may_draw", "_never", "_number", "_own", "_replays", "is_first",
+    )  # fmt: skip
 
-    def __init__(self, replays: Replays, own: bool, never: str | None) -> None:
+    def __init__(self, replays: Replays, own: bool, never: str | None, *, may_draw: bool) -> None:
         self._replays = replays
         self._own = own
         self._never = never
+        self._may_draw = may_draw
         self._came: tuple[tuple[int, int] | None, ...] = ()
         self._number = self._calls = 0
         self.is_first = True
@@ -107,7 +116,10 @@ class NodeReplay:
         if reason is None:
             RUNNING.now = True
             try:
-                with unrecorded(), kept_generators(of_python=self._own):
+                with (
+                    unrecorded(),
+                    kept_generators() if self._may_draw else contextlib.nullcontext(),
+                ):
                     second = self._called(node, grad_outputs)
                 with unseen():
                     return _verdict(grad_inputs, second)
@@ -209,17 +221,19 @@ def unrecorded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept_generators(*, of_python: bool) -> Iterator[None]:
-    """The job's generators stand afterwards where they stood. A Function may draw from Python's and NumPy's too."""
+def kept_generators() -> Iterator[None]:
+    """The job's generators stand afterwards where they stood, for a Function that may draw from any of them.
+
+    Torch's own derivatives draw nothing (derivatives.yaml, 2.13), and are run without this: what another thread of
+    the job draws meanwhile (one that loads data) would be drawn twice.
+    """
     state = torch.default_generator.get_state()
-    more: list[tuple[Any, Any]] = []
-    if of_python:
-        more.append((random.setstate, random.getstate()))
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            more.append((numpy.random.set_state, numpy.random.get_state()))
-        if torch.cuda.is_initialized():
-            more.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+    more: list[tuple[Any, Any]] = [(random.setstate, random.getstate())]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        more.append((numpy.random.set_state, numpy.random.get_state()))
+    if torch.cuda.is_initialized():
+        more.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
     try:
         yield
     finally:

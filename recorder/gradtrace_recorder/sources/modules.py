@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from typing import Any
 
@@ -17,7 +18,7 @@ from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
 from gradtrace_recorder.naming import ModuleName, holds_parameters, unwrapped
 from gradtrace_recorder.observers.replay import RUNNING
-from gradtrace_recorder.recording import Gate, Recording
+from gradtrace_recorder.recording import Gate, Left, Recording
 from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone, is_of_a_compiler
 from gradtrace_recorder.sources.ddp import DdpSource
 from gradtrace_recorder.sources.dry_runs import is_dry_run
@@ -239,6 +240,12 @@ class ModuleSource:
         elif before[0] in INSIDE:
             place = before
         recording.journal.move(_get_ident(), call.end_ns, place)
+        if not rest:
+            error, known = id(sys.exc_info()[1]), recording.left
+            inside: Place = (IN_MODULE, *call.place)
+            if known is not None and known.error_id == error:
+                inside = known.inside
+            recording.left = Left(error, inside, place)
         if call.frame is not None and torch.is_grad_enabled():
             outer = stack[-1].frame if stack else None
             attribution, number = recording.attribution, _get_sequence_nr()

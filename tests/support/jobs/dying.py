@@ -2,8 +2,8 @@
 
     dying.py HOW WHERE STEP RANK
 
-HOW: kill, term, exit, segv, raise, hang, recv (a receive that nobody sends). WHERE: node (in a Node's backward),
-forward (in a module's forward), code (between backward and the optimizer's step).
+HOW: kill, term, exit, leave (sys.exit), segv, raise, hang, recv (a receive that nobody sends). WHERE: node (in a
+Node's backward), forward (in a module's forward), code (between backward and the optimizer's step).
 """
 
 import ctypes
@@ -33,6 +33,8 @@ def grief(where):
         os.kill(os.getpid(), signal.SIGTERM)
     if HOW == "exit":
         os._exit(7)
+    if HOW == "leave":
+        sys.exit(3)
     if HOW == "segv":
         ctypes.string_at(0)
     if HOW == "raise":
