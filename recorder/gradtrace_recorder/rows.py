@@ -29,7 +29,7 @@ from gradtrace_schemas.journal import (
 from gradtrace_schemas.steps import DIGEST_LINKS
 
 if TYPE_CHECKING:
-    from gradtrace_recorder.observers.python import NodeHooks
+    from gradtrace_recorder.observers.node_hooks import NodeHooks
 
 NODE_EVENTS = KINDS["node_events"]
 _BUCKETS = KINDS["buckets"]
