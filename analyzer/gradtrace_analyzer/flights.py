@@ -35,7 +35,8 @@ def trigger_lines(run: Run) -> Iterator[str]:
             alike.setdefault(tuple(trigger.get(name) for name in known), []).append(rank)
     for (step, reason, first, last), ranks in alike.items():
         at = "" if step is None else f", step {step}"
-        yield f"{ranks_phrase(ranks)}{at}: {reason} (steps {spans(range(first, last + 1))} written)"
+        steps = f"step{'s' if last > first else ''} {spans(range(first, last + 1))}"
+        yield f"{ranks_phrase(ranks)}{at}: {reason} ({steps} written)"
 
 
 def shortened_count(run: Run) -> int:

@@ -113,11 +113,13 @@ class Drain:
     def _drain(self, all_of_it: bool) -> None:
         journal = self._journal
         while True:
+            # Asked first: while something is wanted, no step is let go of, so what comes first stays first.
+            wanted = 0 if self._flight is None else self._flight.wanted
             first = journal.drained + 1
             end_of_half = ((first - 1) // journal.half_records + 1) * journal.half_records
             last = min(end_of_half, journal.written)
             if self._flight is not None and not all_of_it:
-                last = min(end_of_half, self._flight.wanted)
+                last = min(end_of_half, wanted)
             elif last < end_of_half and not all_of_it:
                 return
             if self._prepared is not None:

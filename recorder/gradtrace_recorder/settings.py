@@ -225,6 +225,10 @@ def _replay(text: str) -> Replay:
         raise SettingsError(
             f"{PREFIX}REPLAY is {text!r}, which names no Node; write *@0:2, blocks.*.attn or python:MyFunctionBackward"
         )
+    if at and not steps.strip():
+        raise SettingsError(
+            f"{PREFIX}REPLAY is {text!r}, which names no step behind the @; write *@0:2"
+        )
     return Replay(text, plain, own, _steps(steps, "REPLAY") if at else Steps())
 
 

@@ -92,6 +92,7 @@ def test_replay_is_globs_and_steps() -> None:
     [
         ({"replay": "@3"}, "GRADTRACE_REPLAY is '@3', which names no Node; write"),
         ({"replay": "python:"}, "GRADTRACE_REPLAY is 'python:', which names no Node; write"),
+        ({"replay": "*@"}, "GRADTRACE_REPLAY is '*@', which names no step behind the @; write"),
         ({"replay": "*@a"}, "GRADTRACE_REPLAY is 'a', of which 'a' is no whole number from 0"),
         (
             {"replay": "*", "detail": "params"},
