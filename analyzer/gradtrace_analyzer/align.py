@@ -47,6 +47,12 @@ class Alignment:
         connection.execute(SUSPECTS.format(equal=digests_agree()))
         for table in LINK_TABLES:
             connection.execute(differing(table, self._unread[table.table]))
+        self._alone = {
+            table.table: self._number(
+                f"SELECT count(*) FROM differing_{table.table} WHERE only_in = 'baseline'"
+            )
+            for table in LINK_TABLES
+        }
         # A gradient of zeros that is carried into a step is none: `zero_grad(set_to_none=False)`.
         connection.execute(
             "DELETE FROM differing_gradients WHERE only_in IS NOT NULL AND key_point = 'carried' "
@@ -87,7 +93,7 @@ class Alignment:
         return found
 
     def compared(self) -> dict[str, int]:
-        """Rows of the baseline that had a step on the other side, by table."""
+        """Rows of the baseline that were held against one of the candidate, by table."""
         counts = {}
         for table in LINK_TABLES:
             unread = self._unread[table.table]
@@ -95,6 +101,7 @@ class Alignment:
                 f"SELECT count(*) FROM baseline.{table.table} SEMI JOIN common USING (rank, step)"
                 + (f" WHERE rank NOT IN ({unread})" if unread else "")
             )
+            counts[table.table] -= self._alone[table.table]
         return counts
 
     def summarised(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gradtrace_analyzer.database import connect
+from gradtrace_analyzer.last_seen import last_seen
 from gradtrace_analyzer.laws.accumulation import gradients_accumulate
 from gradtrace_analyzer.laws.collectives import collectives_match
 from gradtrace_analyzer.laws.equality import gradients_equal, parameters_equal
@@ -90,7 +91,7 @@ def check(run: Run, *, compressing: Sequence[str] = ()) -> Answer:
     closed = frozenset(r for r, info in run.ranks.items() if info.is_complete)
     connection = connect([run])
     try:
-        evidence = gathered(connection, closed, losing, compressing)
+        evidence = gathered(connection, closed, losing, compressing, _seen_until_ns(run))
         findings = _judged(evidence)
         cover = _cover(run, evidence)
         counts = _counts(evidence)
@@ -108,6 +109,15 @@ def check(run: Run, *, compressing: Sequence[str] = ()) -> Answer:
         cover=cover,
         clean_counts=counts,
     )
+
+
+def _seen_until_ns(run: Run) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for rank in run.incomplete_ranks:
+        seen = last_seen(run, rank)
+        if seen is not None:
+            found[rank] = max(seen.moved_ns, seen.heartbeat_ns - seen.wall_start_ns)
+    return found
 
 
 def _judged(evidence: Evidence) -> list[Findings]:

@@ -31,10 +31,12 @@ from gradtrace_analyzer.diff import (
     split_by_inheritance,
 )
 from gradtrace_analyzer.differences import Change, Difference
+from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
+from gradtrace_analyzer.reports.failures import died_phrase
 from gradtrace_analyzer.run import Run, ranks_phrase
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
@@ -96,7 +98,7 @@ def _compared(
             configuration=tuple(configuration),
             structure=tuple(lone),
             spread=tuple(alignment.spread()),
-            notes=(*notes, *_abandoned(alignment, origins)),
+            notes=(*notes, *_abandoned(alignment, origins), *_deaths(runs, origins)),
             unseen=tuple(_unseen(runs, cover, origins[0], common) if origins else ()),
             first_bits=first_bits,
             failures=tuple(failures),
@@ -211,6 +213,17 @@ def _abandoned(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
                 f"followed, and {after} in the candidate."
             ]
     return []
+
+
+def _deaths(runs: Mapping[str, Run], origins: Sequence[Origin]) -> list[str]:
+    """Where ranks of a side died: what others then failed or stopped with follows from that."""
+    found = []
+    for side, run in runs.items() if origins else ():
+        if run.incomplete_ranks:
+            found += [
+                f"The {side}'s {died_phrase(e)}." for e in endings(run).of("died", "silent")[:4]
+            ]
+    return found
 
 
 def _module_calls(differences: Sequence[Difference]) -> list[Difference]:

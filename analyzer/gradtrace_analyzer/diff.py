@@ -70,6 +70,8 @@ class Origin:
     @property
     def is_of_its_rank(self) -> bool:
         """Whether it lies in what the rank does by itself: then it cannot come from another rank."""
+        if self.failure is not None and self.failure.row["node_name"] is None:
+            return False  # it failed while it waited, or in a check: another rank may be the reason
         if self.link != "bucket":
             return self.link in LOCAL_LINKS or self.link == "structure"
         return self.between or bool(self.difference.values)

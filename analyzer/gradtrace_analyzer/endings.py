@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from gradtrace_analyzer.database import connect
 from gradtrace_analyzer.failures import FailedPass, failed_passes
-from gradtrace_analyzer.last_seen import LastSeen, Place, of_journal, of_object
+from gradtrace_analyzer.last_seen import LastSeen, Place, last_seen
 from gradtrace_analyzer.run import RankInfo, Run
 from gradtrace_analyzer.waiting import Wait, waits
 
@@ -121,9 +121,7 @@ def _ending(
     stuck_seconds: float,
 ) -> Ending:
     rank = info.rank
-    journal = run.journals.get(rank)
-    kept = info.facts.get("left_behind")
-    seen = of_journal(journal) if journal is not None else of_object(kept)
+    seen = last_seen(run, rank)
     place: Place | None = None
     idle = None
     if info.is_complete or (seen is not None and seen.closed_ns):

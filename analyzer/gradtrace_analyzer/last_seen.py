@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from gradtrace_analyzer.run import Run
 from gradtrace_schemas.journal import (
     AFTER_BACKWARD,
     AFTER_MODULE,
@@ -125,6 +126,14 @@ class LastSeen:
     def as_object(self) -> dict[str, Any]:
         """For the rank's json, once the journal is gone."""
         return asdict(self)
+
+
+def last_seen(run: Run, rank: int) -> LastSeen | None:
+    """What a rank that did not close its recording left: a journal, or what is kept of one that was repaired."""
+    journal = run.journals.get(rank)
+    if journal is not None:
+        return of_journal(journal)
+    return of_object(run.ranks[rank].facts.get("left_behind"))
 
 
 def of_journal(contents: Contents) -> LastSeen:

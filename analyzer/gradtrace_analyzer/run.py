@@ -302,10 +302,17 @@ def _notices(
     if run.incomplete_ranks:
         read = sum(len(rows) for by_rank in run.leftovers.values() for rows in by_rank.values())
         rows = f"; {read:,} rows were read from journals" if read else ""
-        yield (
-            f"{run.path}: {ranks_phrase(run.incomplete_ranks)} did not close the recording "
-            f"(killed, or still running){rows}"
-        )
+        repaired = [r for r in run.incomplete_ranks if run.ranks[r].facts.get("left_behind")]
+        others = [r for r in run.incomplete_ranks if r not in repaired]
+        if repaired:
+            yield (
+                f"{run.path}: {ranks_phrase(repaired)} did not close the recording (killed), which was repaired"
+            )
+        if others:
+            yield (
+                f"{run.path}: {ranks_phrase(others)} did not close the recording "
+                f"(killed, or still running){rows}"
+            )
     if run.flight_steps is not None:
         yield (
             f"{run.path} is a flight recording: of each rank only the last {run.flight_steps} steps are there, and "

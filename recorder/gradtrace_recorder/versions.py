@@ -27,6 +27,7 @@ _VERSIONS = re.compile(r"is at version (\d+); expected version (\d+) instead")
 _address = getattr(torch._C, "_data_address", None) or torch.Tensor.data_ptr
 _modes = torch._C._len_torch_function_stack
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_LEAVING = ("out", "passed")
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 
 
@@ -51,9 +52,12 @@ class Versions:
         """A module is called with these; Nodes made from now on have that sequence number or a later one."""
         self._see(number, "in", frame, tensors)
 
-    def came_out(self, number: int, frame: Frame, tensors: Iterable[Any]) -> None:
-        """A module's call is over: its arguments once more, and its results."""
-        self._see(number, "out", frame, tensors)
+    def came_out(
+        self, number: int, frame: Frame, arguments: Iterable[Any], results: Iterable[Any]
+    ) -> None:
+        """A module's call is over: its results, and its arguments once more."""
+        self._see(number, "out", frame, results)
+        self._see(number, "passed", frame, arguments)
 
     def optimizer(self, number: int, name: str, tensors: Iterable[Any], *, is_over: bool) -> None:
         """An optimizer is about to step, or has stepped."""
@@ -83,13 +87,13 @@ class Versions:
             if version > expected:
                 if how == "stepped":
                     return Change(None, f"by a step of {where}, {before}")
-                inside = where.outer if how == "in" else where if how == "out" else None
+                inside = where.outer if how == "in" else where if how in _LEAVING else None
                 return Change(
                     _innermost_of_both(inside_before, inside),
                     f"{before}, before {_moment(how, where)}",
                 )
             before = f"after {_moment(how, where)}"
-            inside_before = where if how == "in" else where.outer if how == "out" else None
+            inside_before = where if how == "in" else where.outer if how in _LEAVING else None
         return Change(None, f"{before}, before the backward pass came to it")
 
     def _see(self, number: int, how: str, where: Any, tensors: Iterable[Any]) -> None:
@@ -113,7 +117,8 @@ def _moment(how: str, where: Any) -> str:
     if how in ("steps", "stepped"):
         return f"a step of {where}"
     name = where.fqn or "the root module"
-    return f"it went into {name}" if how == "in" else f"it left {name}"
+    moments = {"in": f"it went into {name}", "out": f"it left {name}"}
+    return moments.get(how, f"the call of {name} that it went into was over")
 
 
 def _innermost_of_both(one: Frame | None, other: Frame | None) -> Frame | None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from support.replicated import Job, Rows, checked, edit, laws, matching, remove, violation
 
 
@@ -84,6 +86,21 @@ def test_rank_whose_recording_was_cut_off_is_only_blamed_where_others_wait(tmp_p
         "its recording was cut off in step 2"
         in violation(waited, "collectives_match")["explanation"]
     )
+
+
+@pytest.mark.parametrize(("seen_ns", "is_missed"), [(3_000_000, False), (5_000_000_000, True)])
+def test_rank_that_was_cut_off_a_moment_after_its_launch_has_not_waited_in_vain(
+    seen_ns: int, is_missed: bool, tmp_path: Path
+) -> None:
+    rows = Job().made()
+    remove(rows, "buckets", rank=1, step=2)
+    edit(rows, "buckets", {"rank": 0, "step": 2}, done_ns=None, launched_ns=0)
+    seen = {
+        "pid": 1, "process_start": 1, "machine": 1, "wall_start_ns": 0, "monotonic_start_ns": 0,
+        "heartbeat_ns": 0, "moved_ns": seen_ns, "places": [], "dropped": {},
+    }  # fmt: skip
+    answer = checked(tmp_path, rows, unclosed=(0, 1), rank_facts={"left_behind": seen})
+    assert ("collectives_match" in laws(answer)) == is_missed
 
 
 def test_rows_that_were_dropped_are_no_absence(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ def test_node_that_disagrees_on_one_rank_alone_points_to_its_device(tmp_path: Pa
     assert (found["step"], found["rank"], found["count"]) == (2, 1, 1)
     assert (found["relative_error"], found["node_name"]) == (0.25, node["node_name"])
     assert found["explanation"].endswith(
-        "on ranks 0-1, by 2.5e-01 at most): a faulty device of rank 1, or a nondeterministic kernel (on rank 0 it gave "
-        "the same each time), not the data."
+        "on ranks 0-1, by 2.5e-01 at most): a faulty device of rank 1, or a nondeterministic kernel or Function (on "
+        "rank 0 it gave the same each time), not the data."
     )
     assert answer["judged"]["replays_equal"] == len(rows["node_events"])
 
@@ -28,9 +28,9 @@ def test_difference_that_is_no_number_is_told_without_one(tmp_path: Path) -> Non
     edit(rows, "node_events", {"step": 1, "module_fqn": name}, replay_equal=False)
     found = violation(checked(tmp_path, rows), "replays_equal")
     assert found["ranks"] == [0, 1] and found["rank"] is None and found["relative_error"] is None
-    assert (
-        "on ranks 0-1): a nondeterministic kernel, or a faulty device, not the data."
-        in found["explanation"]
+    assert found["explanation"].endswith(
+        "on ranks 0-1): a nondeterministic kernel, a Function that draws or keeps something, or a faulty device, not "
+        "the data."
     )
 
 

@@ -174,9 +174,17 @@ def _skipped_pass(evidence: Evidence, first: tuple[Any, ...], other: tuple[Any, 
     return "" if count else f": rank {late[0]} ran no backward pass that reduces in step {step}"
 
 
+# How long a rank that was cut off must have waited for another to be missed: a heartbeat comes once a second.
+_LEAST_WAIT_NS = 10**9
+
 _ABSENT = """
-WITH present AS (SELECT team, pair, min(step) AS step, list(DISTINCT rank) AS ranks,
-        bool_or(done_ns IS NULL) AS waits FROM reductions GROUP BY team, pair),
+WITH present AS (SELECT r.team, r.pair, min(r.step) AS step, list(DISTINCT r.rank) AS ranks,
+        -- A rank that was cut off a moment after its launch, while it lived, has not waited in vain.
+        bool_or(r.done_ns IS NULL AND (u.rank IS NULL OR b.error IS NOT NULL OR r.launched_ns + $least_ns <= u.seen_ns))
+            AS waits
+    FROM reductions r LEFT JOIN seen_until u ON u.rank = r.rank
+    LEFT JOIN backward_passes b ON b.rank = r.rank AND b.step = r.step AND b.backward_index = r.backward_index
+    GROUP BY ALL),
     absent AS (SELECT p.*, m.rank AS absent_rank FROM present p
         JOIN (SELECT DISTINCT team, rank FROM members) m USING (team) WHERE NOT list_contains(p.ranks, m.rank))
 SELECT team, absent_rank, arg_min(pair, (step, pair)), count(*) FROM absent
@@ -192,6 +200,7 @@ def _absences(evidence: Evidence) -> Iterator[Violation]:
         {
             "losing": sorted(evidence.losing_ranks) or [-1],
             "closed": sorted(evidence.closed_ranks) or [-1],
+            "least_ns": _LEAST_WAIT_NS,
         },
     )
     for _, absent, pair, count in found:

@@ -5,6 +5,7 @@ It makes these temporary tables:
 - `managed`: the parameters of each replica that are reduced, in the order of its buckets;
 - `reductions`: a row per bucket and rank, `pair` numbering what the ranks reduced together. `is_idle`: c10d had
   counted no collective of the group since the rank's bucket before;
+- `seen_until`: when each rank that was cut off gave its last sign of life;
 - `moments`: a row per team, rank and step; what ranks did at the same `moment` is to be compared.
 """
 
@@ -105,11 +106,20 @@ def gathered(
     closed_ranks: frozenset[int],
     losing_ranks: frozenset[int],
     compressing: Sequence[str],
+    seen_until_ns: Mapping[int, int],
 ) -> Evidence:
-    """The evidence of a run, its temporary tables made."""
+    """The evidence of a run, its temporary tables made.
+
+    `seen_until_ns` is when each rank that was cut off gave its last sign of life, on its recording's clock.
+    """
     replicas = _replicas(connection)
     _make_members(connection, replicas)
     _make_reductions(connection)
+    connection.execute("CREATE TEMP TABLE seen_until (rank INTEGER, seen_ns BIGINT)")
+    if seen_until_ns:
+        connection.executemany(
+            "INSERT INTO seen_until VALUES (?, ?)", [list(one) for one in seen_until_ns.items()]
+        )
     connection.execute(_MOMENTS)
     connection.execute(_MANAGED)
     return Evidence(connection, replicas, closed_ranks, losing_ranks, tuple(compressing))

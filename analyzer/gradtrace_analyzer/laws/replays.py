@@ -44,11 +44,13 @@ def _disagreeing(row: tuple[Any, ...], order: int) -> Violation:
     name, root, module, run_count, apart_count, error, ranks, all_ranks, first = row
     by = f", by {error:.1e} at most" if error is not None else ""
     others = [rank for rank in all_ranks if rank not in ranks]
-    meaning = "a nondeterministic kernel, or a faulty device"
+    meaning = (
+        "a nondeterministic kernel, a Function that draws or keeps something, or a faulty device"
+    )
     if others:
         meaning = (
-            f"a faulty device of {ranks_phrase(ranks)}, or a nondeterministic kernel (on {ranks_phrase(others)} it "
-            "gave the same each time)"
+            f"a faulty device of {ranks_phrase(ranks)}, or a nondeterministic kernel or Function (on "
+            f"{ranks_phrase(others)} it gave the same each time)"
         )
     return violation(
         Law.REPLAYS_EQUAL,

@@ -127,10 +127,14 @@ def _inheritance(answer: Answer) -> str:
     if not answer.inherited:
         return ""
     links = sorted({o.link for o in answer.inherited})
-    ranks = sorted({r for o in answer.inherited for r in o.ranks})
+    failed = sorted({r for o in answer.inherited if o.failure is not None for r in o.ranks})
+    then = f" {ranks_phrase(failed).capitalize()} then failed while no Node ran." if failed else ""
+    ranks = sorted({r for o in answer.inherited if o.failure is None for r in o.ranks})
+    if not ranks:
+        return then
     verb = "differs" if len(ranks) == 1 else "differ"
     phrase = _LINK_PHRASE.get(links[0], links[0]) if len(links) == 1 else "there"
-    return f" {ranks_phrase(ranks).capitalize()} {verb} from {phrase} of that step on."
+    return f"{then} {ranks_phrase(ranks).capitalize()} {verb} from {phrase} of that step on."
 
 
 def _more(answer: Answer) -> str:

@@ -110,7 +110,7 @@ def sentence(ending: Ending) -> str:
         )
     elif ending.state == "raised":
         said.append(
-            "The job caught it and ended by itself."
+            "After that the process ended by itself."
             if ending.uncaught is None
             else "It ended the process."
         )
@@ -121,6 +121,13 @@ def sentence(ending: Ending) -> str:
     if ending.dropped:
         said.append(f"Not in the answer: {_dropped(ending)}.")
     return " ".join(said)
+
+
+def died_phrase(ending: Ending) -> str:
+    """`rank 1 died in step 3, in SigmoidBackward0 of blocks.2`."""
+    verb_ = "died" if ending.state == "died" else "was last seen"
+    where = "before its first event" if ending.place is None else _where(ending.place)
+    return f"rank {ending.rank} {verb_} {where}"
 
 
 def _whereabouts(ending: Ending, seen: LastSeen, place: Place | None) -> str:
@@ -246,15 +253,20 @@ def _row(ending: Ending) -> tuple[Any, ...]:
         since = clock(seen.wall_start_ns + place.since_ns)
     elif place is not None:
         where = _where(place).removeprefix(f"in step {place.step}, ")
-    elif failed is not None:
+    elif failed is not None and (ending.uncaught is None or _is_said(ending)):
         step = failed.step
         name = failed.row["node_name"]
         where = None if name is None else f"in {name} of {module_phrase(failed.row['module_fqn'])}"
     waits = None if ending.wait is None else spans(ending.wait.for_ranks) or "all have come"
-    raised = None if failed is None else failed.said
+    # Of a rank that went on, what counts is how it ended.
+    is_over = ending.went_on or (
+        place is not None and failed is not None and place.step != failed.step
+    )
+    raised = None if failed is None or (is_over and ending.state != "raised") else failed.said
     if ending.uncaught is not None:
         raised = f"{ending.uncaught[0]}: {_first_line(ending.uncaught[1])}".removesuffix(": ")
-    return ending.rank, ending.state, step, where, since, waits, raised
+    texts = ("" if text is None else text for text in (where, since, waits, raised))
+    return ending.rank, ending.state, "" if step is None else step, *texts
 
 
 def _rank_object(ending: Ending) -> dict[str, Any]:

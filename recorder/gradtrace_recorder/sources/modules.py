@@ -251,7 +251,7 @@ class ModuleSource:
             attribution, number = recording.attribution, _get_sequence_nr()
             attribution.mark(number, outer)
             if rest:
-                recording.versions.came_out(number, call.frame, (*args, rest[1]))
+                recording.versions.came_out(number, call.frame, args, (rest[1],))
             if rest and not stack and attribution.must_tag:
                 came, went = named_tensors([args, rest[0]]), named_tensors(rest[1])
                 attribution.tag((t for _, t in went), call.began, number, (t for _, t in came))
