@@ -195,6 +195,8 @@ def _write_json(path: Path, contents: Contents) -> None:
         facts = json.loads(path.read_bytes())
     except (OSError, ValueError):
         facts = {}
+    if isinstance(facts, dict) and facts.get("complete") is True:
+        return  # it had said so, and was killed before its journal was gone
     header, seen = contents.header, of_journal(contents)
     known = {
         name: header[name]

@@ -214,8 +214,12 @@ class _Live:
         self._about["uncaught"] = _uncaught()
         self._about["left_in"] = _left_in(recording)
         whole = self._drain.finish(timeout)
-        recording.journal.close(remove=whole)
+        if not whole:
+            recording.journal.close(remove=False)
+        # The journal goes last: a rank that is killed in between has said that it is complete.
         self._write_rank_file(complete=whole)
+        if whole:
+            recording.journal.close(remove=True)
 
     def _write_step(self) -> None:
         timeline = self.recording.timeline
