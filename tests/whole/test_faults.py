@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.ahead import Ahead, chosen_items, parameters_of
+from support.commands import asked
 from support.launcher import run_job
 
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "training.py"
@@ -89,19 +90,36 @@ def named(fault: Fault) -> str:
     return "-".join(part for part in (fault.model, fault.kind, fault.target) if part)
 
 
-@pytest.fixture(scope="session")
-def good_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Good runs by model, recorded when a test first asks for one."""
-    return {"": tmp_path_factory.mktemp("good")}
+Job = tuple[str, ...]
+Recorded = Ahead[Job, tuple[Path, str]]
 
 
-def good_run(good_runs: dict[str, Path], fault: Fault) -> Path:
+def good_job(fault: Fault) -> Job:
     # Hooks on the target are there in the good run too: the fault alone tells the runs apart.
-    name = f"{fault.model}-{fault.target}"
-    if name not in good_runs:
-        good_runs[name] = good_runs[""] / name
-        record(good_runs[name], "--model", fault.model, "--fault-target", fault.target)
-    return good_runs[name]
+    return ("--model", fault.model, "--fault-target", fault.target)
+
+
+def bad_job(fault: Fault) -> Job:
+    place = ("--fault-step", str(fault.step), "--fault-rank", str(fault.rank))
+    return ("--model", fault.model, "--fault", fault.kind, *place, "--fault-target", fault.target)
+
+
+@pytest.fixture(scope="module")
+def recorded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Recorded]:
+    """Run and output of each job, by its arguments."""
+    folder = tmp_path_factory.mktemp("faults")
+
+    def job(arguments: Job) -> tuple[Path, str]:
+        run = folder / "".join(arguments).replace("--", "-")
+        return run, record(run, *arguments)
+
+    given = [parameters_of(item).get("fault") for item in chosen_items(request)]
+    wanted = [j for f in given if isinstance(f, Fault) for j in (good_job(f), bad_job(f))]
+    ahead = Ahead({arguments: functools.partial(job, arguments) for arguments in wanted})
+    yield ahead
+    ahead.close()
 
 
 def record(directory: Path, *arguments: object) -> str:
@@ -109,24 +127,15 @@ def record(directory: Path, *arguments: object) -> str:
 
 
 def diff(baseline: Path, candidate: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    command = [sys.executable, "-m", "gradtrace_analyzer.cli", "diff", "--format", "json"]
-    done = subprocess.run(
-        [*command, *options, str(baseline), str(candidate)], capture_output=True, text=True
-    )
-    assert done.stderr == ""
-    return done.returncode, json.loads(done.stdout)
+    return asked("diff", "--format", "json", *options, baseline, candidate, is_quiet=True)
 
 
 @pytest.mark.parametrize(
     "fault",
     [pytest.param(f, id=named(f), marks=[pytest.mark.slow] if f.slow else []) for f in FAULTS],
 )
-def test_fault_is_found_at_its_exact_place(
-    fault: Fault, good_runs: dict[str, Path], tmp_path: Path
-) -> None:
-    good, bad = good_run(good_runs, fault), tmp_path / "bad"
-    arguments = ["--model", fault.model, "--fault", fault.kind, "--fault-step", fault.step]
-    printed = record(bad, *arguments, "--fault-rank", fault.rank, "--fault-target", fault.target)
+def test_fault_is_found_at_its_exact_place(fault: Fault, recorded: Recorded) -> None:
+    (good, _), (bad, printed) = recorded[good_job(fault)], recorded[bad_job(fault)]
     for baseline, candidate in ((good, bad), (bad, good)):
         code, answer = diff(baseline, candidate)
         assert (code, answer["verdict"]) == (1, "different")
@@ -149,15 +158,21 @@ def test_fault_is_found_at_its_exact_place(
 )
 def test_equal_runs_raise_no_alarm(model: str, pairs: int, tmp_path: Path) -> None:
     """Pairs of equal runs, over all models and both kinds of reduction."""
-    first: dict[str, Path] = {}
-    for number in range(pairs):
-        name = ("gpt", "cnn", "rnn", "lists")[number % 4] if pairs > 2 else model
-        run = tmp_path / f"{name}-{number}"
-        record(run, "--model", name)
-        if name not in first:
-            first[name] = run
-            run = tmp_path / f"{name}-{number}-again"
-            record(run, "--model", name)
-        code, answer = diff(first[name], run, "--exact")
+    names = [("gpt", "cnn", "rnn", "lists")[n % 4] if pairs > 2 else model for n in range(pairs)]
+    jobs = {
+        tmp_path / name: functools.partial(record, tmp_path / name, "--model", name)
+        for name in dict.fromkeys(names)
+    }
+    again = [tmp_path / f"{name}-{number}" for number, name in enumerate(names)]
+    for run, name in zip(again, names, strict=True):
+        jobs[run] = functools.partial(record, run, "--model", name)
+    ahead = Ahead(jobs)
+    for run, name in zip(again, names, strict=True):
+        assert (ahead[tmp_path / name], ahead[run]) == (
+            "",
+            "",
+        )  # both have ended, and printed nothing
+        code, answer = diff(tmp_path / name, run, "--exact")
         assert (code, answer["verdict"]) == (0, "identical"), answer["explanation"]
         assert answer["cover"]["ranks"] == [0, 1] and answer["cover"]["steps"] == [0, 1, 2]
+    ahead.close()

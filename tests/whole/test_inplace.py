@@ -108,7 +108,7 @@ def test_changes_before_the_tensor_was_saved_are_none_of_it(tmp_path: Path) -> N
         "2",
         "2",
         0,
-        "after MulBackward0 had saved it, before it left 2",
+        "after MulBackward0 had saved it, before the call of 2 that it went into was over",
     )
 
 
