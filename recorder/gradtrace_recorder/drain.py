@@ -103,10 +103,12 @@ class Drain:
         if self._is_gone or journal.path.exists():
             return False
         self._is_gone = True
-        journal.dropped["removed with the directory"] += journal.drained
+        let_go = 0 if self._flight is None else self._flight.overwritten.total()
+        lost = journal.drained - let_go  # the others were over, and lay there no more
+        journal.dropped["removed with the directory"] += lost
         self._problems.add(
             f"{self._claim.run} was removed while it was recorded into: what lay there is lost "
-            f"({journal.drained} rows), what follows is written into a new one"
+            f"({lost} rows), what follows is written into a new one"
         )
         return True
 

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gradtrace_analyzer.database import connect
 from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.repair import CannotRepair, Repaired, repairs
@@ -18,6 +16,7 @@ from gradtrace_analyzer.run import open_run
 from gradtrace_schemas import ALL_TABLES
 from gradtrace_schemas.processes import machine_token, start_of
 from support.journals import write_journal
+from support.small_disk import small_disk
 
 ROWS: list[tuple[str, dict[str, Any]]] = [
     ("backward_passes", {"step": 0, "kind": "backward", "node_count": 1, "unattributed_count": 0}),
@@ -118,12 +117,7 @@ def test_repair_that_dies_at_any_moment_loses_nothing_and_can_be_run_again(tmp_p
 
 
 def test_disk_without_room_keeps_the_journal(tmp_path: Path) -> None:
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(place)])
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small file system needs privileges that are not here")
-    try:
+    with small_disk(tmp_path / "small", "200k") as place:
         shutil.copytree(killed(tmp_path / "run"), place / "run")
         whole = all_rows(place / "run")
         free = os.statvfs(place)
@@ -134,5 +128,3 @@ def test_disk_without_room_keeps_the_journal(tmp_path: Path) -> None:
         (place / "filler").unlink()
         assert [type(one) for one in repairs(place / "run")] == [Repaired]
         assert all_rows(place / "run") == whole
-    finally:
-        subprocess.run(["umount", str(place)], check=True)

@@ -17,6 +17,7 @@ from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.inventory import inventory
 from gradtrace_analyzer.run import open_run
 from gradtrace_schemas import ALL_TABLES
+from support.small_disk import small_disk
 
 JOB = """
 import os, shutil, sys, time, torch
@@ -44,13 +45,15 @@ print(time.time(), flush=True)
 """
 
 
-def run_job(directory: Path | None, what: str, half_records: int = 256) -> tuple[str, str, float]:
+def run_job(
+    directory: Path | None, what: str, half_records: int = 256, **settings: str
+) -> tuple[str, str, float]:
     """(the job's result, what it said on stderr, how long it took from its last line to its end)."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GRADTRACE_")}
     place = {"GRADTRACE_DIR": "" if directory is None else str(directory), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", JOB, what, str(half_records)],
-        env=environment | place,
+        env=environment | place | settings,
         capture_output=True,
         text=True,
         timeout=100,
@@ -88,19 +91,12 @@ def rows_by_table(directory: Path) -> dict[str, int]:
 def test_disk_that_fills_up_costs_rows_that_are_counted(
     tmp_path: Path, result: str, counts: dict[str, int]
 ) -> None:
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(place)])
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small file system needs privileges that are not here")
-    try:
+    with small_disk(tmp_path / "small", "900k") as place:
         got, said, after = run_job(place / "run", "nothing")
         assert got == result and after < 3
         assert said.count("\n") == 1 and "the journal keeps what it has room for" in said
         [ending] = endings(open_run(place / "run")).ranks
         present = rows_by_table(place / "run")
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
     assert ending.state == "ended"
     dropped = {name: count for name, (count, *_) in ending.dropped.items()}
     assert sum(dropped.values()) > 0
@@ -140,3 +136,11 @@ def test_directory_that_vanishes_is_one_line_and_in_the_answer(tmp_path: Path, r
     assert held.dropped["removed with the directory"] > 1000
     [facts] = [json.loads(p.read_text()) for p in (tmp_path / "run" / "ranks").iterdir()]
     assert facts["complete"] and rows_by_table(tmp_path / "run")["steps"] > 60
+
+
+def test_steps_that_a_flight_has_let_go_of_are_not_lost_with_the_directory(
+    tmp_path: Path, result: str
+) -> None:
+    got, said, _ = run_job(tmp_path / "run", "vanish", half_records=4096, GRADTRACE_MODE="flight")
+    assert got == result and "what lay there is lost (0 rows)" in said
+    assert inventory(open_run(tmp_path / "run")).dropped.get("removed with the directory", 0) == 0

@@ -15,6 +15,7 @@ from gradtrace_analyzer.run import open_run
 from gradtrace_schemas.journal import text_of
 from support.commands import told
 from support.killing import MODELS, Killer
+from support.small_disk import small_disk
 
 
 def started(directory: Path, source: str) -> subprocess.Popen[str]:
@@ -106,17 +107,10 @@ print("running", flush=True)
 
 
 def test_disk_that_is_full_at_the_start_is_one_line_and_the_job_goes_on(tmp_path: Path) -> None:
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)])
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small file system needs privileges that are not here")
-    try:
+    with small_disk(tmp_path / "small", "1m") as place:
         environment = os.environ | {"GRADTRACE_DIR": str(place / "run")}
         done = subprocess.run(
             [sys.executable, "-c", FULL], env=environment, capture_output=True, text=True
         )
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
     assert (done.returncode, done.stdout) == (0, "running\n")
     assert done.stderr.count("\n") == 1 and "No space left on device" in done.stderr
