@@ -17,7 +17,7 @@ from typing import Any
 
 from gradtrace_schemas.journal import NULL_INT32, NULL_STRING
 
-# In `node.metadata` of a Node made on another thread than the first: the thread's identifier and the call.
+# In `node.metadata` of a Node made on another thread than the first: whose recording this is, and the call.
 _TAG = "gradtrace_call"
 
 

@@ -112,7 +112,7 @@ class JournalWriter:
         self._next_half = half_records
         # Reentrant: a signal handler of the job may run modules while one of these methods is at work. Hence
         # what is claimed under it (a number, a place) is claimed before it is filled.
-        self._lock = self.lock = threading.RLock()
+        self.lock = threading.RLock()
         self._make_room: Callable[[], bool] | None = None
         self._lasting: list[tuple[int, int, tuple[float | bytes, ...]]] = []
         self._slots: dict[int, int] = {}
@@ -147,7 +147,7 @@ class JournalWriter:
     def append(self, kind: int, *values: float | bytes) -> None:
         """Write one record: step, microbatch, backward_index, the table's plain fields in order, then each
         summary as bytes."""
-        with self._lock:
+        with self.lock:
             if self._written >= self._limit and not self._found_room():
                 self._drop(kind, int(values[0]))
                 return
@@ -162,7 +162,7 @@ class JournalWriter:
 
     def append_lasting(self, kind: int, *values: float | bytes) -> None:
         """Write a record that a ring keeps when its step is let go of: it is written once for all steps."""
-        with self._lock:
+        with self.lock:
             before = self._written
             self.append(kind, *values)
             if self._make_room is not None and self._written > before:
@@ -171,7 +171,7 @@ class JournalWriter:
     def hold(self, kind: int, *values: float | bytes) -> int | None:
         """Keep a row that `settle` will complete: it is read as it stands where the rank dies before. Its place,
         None where all are taken."""
-        with self._lock:
+        with self.lock:
             if self._limit < 0 or not self._free_places:
                 return None
             place = self._free_places.pop()
@@ -182,7 +182,7 @@ class JournalWriter:
 
     def settle(self, place: int | None, kind: int, *values: float | bytes) -> None:
         """Write the complete row in place of a held one."""
-        with self._lock:
+        with self.lock:
             if place is not None and self._limit >= 0:
                 if self._written >= self._limit:
                     self._found_room()
@@ -257,7 +257,7 @@ class JournalWriter:
     @property
     def written(self) -> int:
         """Number of the newest record. Waits for a record that is being written on another thread."""
-        with self._lock:
+        with self.lock:
             return self._written
 
     @property
@@ -280,7 +280,7 @@ class JournalWriter:
     def mark_drained(self, last: int) -> None:
         """All records up to `last` lie in parts: their half is free again, of a ring each place."""
         self._store("drained", last)
-        with self._lock:
+        with self.lock:
             self._drained = last
             if self._make_room is None:
                 last = (last // self.half_records) * self.half_records
@@ -293,7 +293,7 @@ class JournalWriter:
 
     def let_go(self, last: int, step: int) -> None:
         """No record up to `last` is wanted any more; lasting ones are written again, as of `step`."""
-        with self._lock:
+        with self.lock:
             stale = [entry for entry in self._lasting if entry[0] <= last]
             # A rank that is killed in between has such a row twice rather than not at all.
             has_room = self._limit - self._written >= len(stale)
@@ -307,13 +307,13 @@ class JournalWriter:
 
     def forget(self) -> None:
         """In a forked child: whatever still writes here writes nowhere. Another process's file is never touched."""
-        self._lock = threading.RLock()  # a thread that is not here may have held it
+        self.lock = threading.RLock()  # a thread that is not here may have held it
         self._limit = -1
         self._map = mmap.mmap(-1, len(self._map))
 
     def close(self, *, remove: bool) -> None:
         """Unmap the file, and remove it when all of it lies in parts; else say in it that the rank ended well."""
-        with self._lock:
+        with self.lock:
             self._limit = -1
             if not remove:
                 self._store("closed_ns", time.time_ns())
@@ -357,7 +357,7 @@ class JournalWriter:
         data = text.encode("utf-8", "replace")
         if len(data) > _MOST_TEXT_BYTES:
             data = data[:_MOST_TEXT_BYTES].decode("utf-8", "ignore").encode()
-        with self._lock:
+        with self.lock:
             if text in self._numbers:
                 return self._numbers[text]
             used = self._strings_used
@@ -376,7 +376,7 @@ class JournalWriter:
             return number
 
     def _new_slot(self, thread: int) -> int | None:
-        with self._lock:
+        with self.lock:
             if len(self._slots) == THREAD_SLOTS:
                 # Threads come and go: the slot of one that runs nothing serves the next.
                 idle = [

@@ -209,7 +209,7 @@ class _Live:
         self._drain.start()
 
     def close(self, recording: Recording, timeout: float) -> None:
-        """Write the last step, drain the journal, and say "complete" last."""
+        """Write the last step, drain the journal, say whether that is complete, and let go of the journal."""
         recording.timeline.finish()
         self._about["uncaught"] = _uncaught()
         self._about["left_in"] = _left_in(recording)

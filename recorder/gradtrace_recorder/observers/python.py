@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import resource
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,13 +24,7 @@ from gradtrace_recorder.observers.release import release_in_pieces, release_wait
 from gradtrace_recorder.observers.replay import NOT_REPLAYED, NodeReplay
 from gradtrace_recorder.recording import Recording
 from gradtrace_recorder.summaries.values import NOTHING
-from gradtrace_schemas.journal import KINDS, NULL_BOOL, NULL_INT32, NULL_STRING
-
-_NODE_TENSORS = KINDS["node_tensors"]
-_graph_task = torch._C._current_graph_task_id
-_get_sequence_nr = torch._C._autograd._get_sequence_nr
-_get_ident = threading.get_ident
-_clock = time.monotonic_ns
+from gradtrace_schemas.journal import NULL_BOOL, NULL_INT32, NULL_STRING
 
 # event_index, node_name, root, module_fqn and call_index of the Node in which a pass failed, if it was in one.
 Culprit = tuple[int | None, int, int, int, int]
