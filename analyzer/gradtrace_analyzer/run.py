@@ -315,8 +315,8 @@ def _notices(
             )
     if run.flight_steps is not None:
         yield (
-            f"{run.path} is a flight recording: of each rank only the last {run.flight_steps} steps are there, and "
-            "those before a trigger (analyzer info)"
+            f"{run.path} is a flight recording: of each rank its last steps ({run.flight_steps} at most) are there, "
+            "and those before a trigger (analyzer info)"
         )
     torn = sum(contents.torn_count for contents in run.journals.values())
     if torn:

@@ -245,33 +245,28 @@ def given(body: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
     return lambda: body(torch.ones(3, requires_grad=True))
 
 
-def _mutates(x: torch.Tensor) -> None:
-    class Mutates(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 1
+def _changing(backward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    """A job whose Function gives on what this makes of the gradient that came in."""
 
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient.mul_(3)
+    def body(x: torch.Tensor) -> None:
+        class Mutates(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x * 1
 
-    (called(Mutates, x) * 1).sum().backward()
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                return backward(gradient)
+
+        (called(Mutates, x) * 1).sum().backward()
+
+    return body
 
 
-def _mutates_unseen(x: torch.Tensor) -> None:
+def _tripled_through_numpy(gradient: torch.Tensor) -> torch.Tensor:
     """Through memory that NumPy shares: the gradient's version stays."""
-
-    class Mutates(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            gradient.numpy()[:] *= 3
-            return gradient.clone()
-
-    (called(Mutates, x) * 1).sum().backward()
+    gradient.numpy()[:] *= 3
+    return gradient.clone()
 
 
 def _hooked(x: torch.Tensor) -> None:
@@ -332,8 +327,8 @@ def _second(x: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("body", "reason", "count"),
     [
-        (_mutates, "changed what came in", 1),
-        (_mutates_unseen, "changed what came in", 1),
+        (_changing(lambda gradient: gradient.mul_(3)), "changed what came in", 1),
+        (_changing(_tripled_through_numpy), "changed what came in", 1),
         (_hooked, "a hook of the job's may have replaced what it gave", 1),
         (_mode, "a mode of the job's is on", 2),
         (_create_graph, "under create_graph", 2),

@@ -153,7 +153,7 @@ def test_exceptions_and_values_that_are_not_finite_write_the_steps_before_them(
 
 def checked(command: str, *runs: Path) -> tuple[int, dict[str, Any]]:
     done = analyzer(command, "--format", "json", *runs)
-    assert "is a flight recording: of each rank only the last 4 steps" in done.stderr
+    assert "is a flight recording: of each rank its last steps (4 at most) are there" in done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return done.returncode, found
 

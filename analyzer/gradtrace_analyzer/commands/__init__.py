@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import click
 
 from gradtrace_analyzer.run import Run, open_run
 
-format_option = click.option(
-    "--format",
-    "format",
-    type=click.Choice(["table", "json", "csv"]),
-    default="table",
-    show_default=True,
-    help="How the answer is written.",
-)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _format_option(*formats: str) -> Callable[[F], F]:
+    return click.option(
+        "--format",
+        "format",
+        type=click.Choice(formats),
+        default="table",
+        show_default=True,
+        help="How the answer is written.",
+    )
+
+
+format_option = _format_option("table", "json", "csv")
+report_format_option = _format_option("table", "json")
+run_argument = click.argument("run", type=click.Path(path_type=str))
 attempt_option = click.option(
     "--attempt",
     type=click.IntRange(min=0),

@@ -7,7 +7,13 @@ from typing import Literal
 import click
 
 from gradtrace_analyzer import check as judge
-from gradtrace_analyzer.commands import answer, attempt_option, opened_runs
+from gradtrace_analyzer.commands import (
+    answer,
+    attempt_option,
+    opened_runs,
+    report_format_option,
+    run_argument,
+)
 from gradtrace_analyzer.database import run_names
 from gradtrace_analyzer.reports.check import as_object, lines
 from gradtrace_analyzer.reports.tables import json_text
@@ -16,8 +22,8 @@ _EXIT: dict[judge.Verdict, int] = {"clean": 0, "violated": 1, "incomparable": 2}
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=str))
-@click.option("--format", "format", type=click.Choice(["table", "json"]), default="table")
+@run_argument
+@report_format_option
 @attempt_option
 @click.option(
     "--compressing",

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import click
 
-from gradtrace_analyzer.commands import answer, attempt_option, opened_runs
+from gradtrace_analyzer.commands import (
+    answer,
+    attempt_option,
+    opened_runs,
+    report_format_option,
+)
 from gradtrace_analyzer.compare import compare
 from gradtrace_analyzer.database import run_names
 from gradtrace_analyzer.reports.diff import as_object, lines
@@ -17,7 +22,7 @@ _EXIT = {"identical": 0, "within_tolerance": 0, "different": 1, "incomparable": 
 @click.argument("baseline", type=click.Path(path_type=str))
 @click.argument("candidate", type=click.Path(path_type=str))
 @click.option("--exact", is_flag=True, help="Any changed bit is a difference.")
-@click.option("--format", "format", type=click.Choice(["table", "json"]), default="table")
+@report_format_option
 @attempt_option
 def diff(baseline: str, candidate: str, exact: bool, format: str, attempt: int | None) -> int:
     """The first divergence of two runs: step, rank, module, Node, and why.

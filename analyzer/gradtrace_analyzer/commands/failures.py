@@ -6,7 +6,13 @@ from typing import Literal
 
 import click
 
-from gradtrace_analyzer.commands import answer, attempt_option, opened_runs
+from gradtrace_analyzer.commands import (
+    answer,
+    attempt_option,
+    opened_runs,
+    report_format_option,
+    run_argument,
+)
 from gradtrace_analyzer.database import run_names
 from gradtrace_analyzer.endings import STUCK_SECONDS, Verdict, endings
 from gradtrace_analyzer.reports.failures import as_object, lines
@@ -16,8 +22,8 @@ _EXIT: dict[Verdict, int] = {"well": 0, "found": 1, "unknown": 2}
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=str))
-@click.option("--format", "format", type=click.Choice(["table", "json"]), default="table")
+@run_argument
+@report_format_option
 @attempt_option
 @click.option(
     "--stuck-after",

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 import click
 import duckdb
 
-from gradtrace_analyzer.commands import answer, attempt_option, format_option, opened_runs
+from gradtrace_analyzer.commands import (
+    answer,
+    attempt_option,
+    format_option,
+    opened_runs,
+    run_argument,
+)
 from gradtrace_analyzer.database import connect, run_names
 from gradtrace_analyzer.errors import IncompleteRun
 from gradtrace_analyzer.reports import timing as report
@@ -19,7 +25,7 @@ from gradtrace_analyzer.timing.steps import rank_steps
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=str))
+@run_argument
 @click.option(
     "--buckets", is_flag=True, help="The reductions of gradient buckets, and who is late."
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from gradtrace_analyzer.commands import answer, attempt_option
+from gradtrace_analyzer.commands import answer, attempt_option, run_argument
 from gradtrace_analyzer.flights import triggered
 from gradtrace_analyzer.run import open_run, spans
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=str))
+@run_argument
 @click.option(
     "--wait",
     type=click.FloatRange(min=0),

@@ -181,8 +181,8 @@ def _extent(cover: Cover) -> str:
 def _caveats(cover: Cover) -> Iterator[str]:
     if cover.flight_steps is not None:
         yield (
-            f"A flight recording, of which the last {cover.flight_steps} steps and those before a trigger are there: "
-            "other steps are not judged."
+            f"A flight recording, of which the last steps ({cover.flight_steps} at most) and those before a trigger "
+            "are there: other steps are not judged."
         )
     if cover.missing_ranks:
         yield f"Not recorded: {ranks_phrase(cover.missing_ranks)}."
