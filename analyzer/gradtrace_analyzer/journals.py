@@ -19,9 +19,11 @@ from gradtrace_schemas.groups import GROUPS
 from gradtrace_schemas.journal import (
     HEADER,
     JOURNAL_TABLES,
+    plain_fields,
+)
+from gradtrace_schemas.journal_reader import (
     Contents,
     UnreadableJournal,
-    plain_fields,
     read_journal,
 )
 from gradtrace_schemas.nodes import NODE_EVENTS

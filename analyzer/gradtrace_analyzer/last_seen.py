@@ -22,6 +22,8 @@ from gradtrace_schemas.journal import (
     NULL_INT32,
     NULL_INT64,
     THREAD_DEPTH,
+)
+from gradtrace_schemas.journal_reader import (
     Contents,
     text_of,
 )

@@ -27,7 +27,13 @@ from gradtrace_analyzer.parts import DamagedPart, Part, found_parts, last_record
 from gradtrace_schemas import TABLES, layout
 from gradtrace_schemas.batches import arrow_table, write_part
 from gradtrace_schemas.digests import DIGESTED_TABLES, Digests
-from gradtrace_schemas.journal import JOURNAL_TABLES, Contents, record_dtype
+from gradtrace_schemas.journal import (
+    JOURNAL_TABLES,
+    record_dtype,
+)
+from gradtrace_schemas.journal_reader import (
+    Contents,
+)
 from gradtrace_schemas.nodes import NODE_EVENTS
 from gradtrace_schemas.summary import STATE_FULL, STATE_NONE, STATE_NORMS
 from gradtrace_schemas.table import Table

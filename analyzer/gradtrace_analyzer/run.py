@@ -19,7 +19,7 @@ from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
 from gradtrace_analyzer.journals import Journal, found_journals, leftover_rows, without_gap
 from gradtrace_analyzer.parts import DamagedPart, Part, found_parts
 from gradtrace_schemas import SCHEMA_VERSION, TABLES, layout
-from gradtrace_schemas.journal import Contents
+from gradtrace_schemas.journal_reader import Contents
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,12 @@ from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
 from gradtrace_analyzer.run import Run, open_run, ranks_phrase, spans
 from gradtrace_schemas import layout
-from gradtrace_schemas.journal import RECORD_BYTES, text_of
+from gradtrace_schemas.journal import (
+    RECORD_BYTES,
+)
+from gradtrace_schemas.journal_reader import (
+    text_of,
+)
 from support.journals import write_journal
 from support.synthetic import add_part, build_run, part_rows
 

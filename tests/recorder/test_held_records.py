@@ -9,7 +9,15 @@ import numpy as np
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.batches import arrow_table
-from gradtrace_schemas.journal import HEADER, HELD_PLACES, KINDS, RECORD_BYTES, read_journal
+from gradtrace_schemas.journal import (
+    HEADER,
+    HELD_PLACES,
+    KINDS,
+    RECORD_BYTES,
+)
+from gradtrace_schemas.journal_reader import (
+    read_journal,
+)
 
 GROUPS = KINDS["groups"]
 

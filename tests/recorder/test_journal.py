@@ -24,6 +24,8 @@ from gradtrace_schemas.journal import (
     NULL_STRING,
     PLACES_OFFSET,
     RECORD_BYTES,
+)
+from gradtrace_schemas.journal_reader import (
     UnreadableJournal,
     read_journal,
 )

@@ -31,9 +31,11 @@ from gradtrace_schemas.journal import (
     NULL_INT32,
     RECORD_BYTES,
     SUMMARY,
+    plain_fields,
+)
+from gradtrace_schemas.journal_reader import (
     Contents,
     UnreadableJournal,
-    plain_fields,
     read_journal,
 )
 from gradtrace_schemas.summary import STATE_FULL

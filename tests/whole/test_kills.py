@@ -12,7 +12,7 @@ import pytest
 
 from gradtrace_analyzer.database import connect
 from gradtrace_analyzer.run import open_run
-from gradtrace_schemas.journal import text_of
+from gradtrace_schemas.journal_reader import text_of
 from support.commands import told
 from support.killing import MODELS, Killer
 from support.small_disk import small_disk

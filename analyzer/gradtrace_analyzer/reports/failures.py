@@ -59,7 +59,7 @@ def explanation(found: Endings) -> str:
         (("stuck",), "{} stuck"),
         (("waits",), "{}"),
         (("running",), "{} running"),
-        (("unknown",), "left nothing that tells how they ended"),
+        (("unknown",), "left nothing that tells about the end"),
         (("missing",), "recorded nothing"),
     ):
         ranks = [e.rank for e in found.of(*states)]  # type: ignore[arg-type]
