@@ -221,3 +221,19 @@ def test_torn_record_is_never_shown(bytes_of_a_journal: bytes, data: st.DataObje
         torn[start : start + 8] = bytes(8)  # only drained records are overwritten
     got = read_journal(bytes(torn)).numbers.tolist()
     assert got == [n for n in contents.numbers.tolist() if n != number]
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_record_whose_two_numbers_differ_is_torn(
+    bytes_of_a_journal: bytes, data: st.DataObject
+) -> None:
+    """Its first word reached the file and the rest did not: a reader that came in between, a power failure."""
+    contents = read_journal(bytes_of_a_journal)
+    number = data.draw(st.sampled_from(contents.numbers.tolist()))
+    end = contents.header["records_offset"] + ((number - 1) % 32 + 1) * RECORD_BYTES
+    torn = bytearray(bytes_of_a_journal)
+    torn[end - 8 : end] = (number - 32).to_bytes(8, "little", signed=True)
+    got = read_journal(bytes(torn))
+    assert got.numbers.tolist() == [n for n in contents.numbers.tolist() if n != number]
+    assert got.torn_count == contents.torn_count + 1

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradtrace_recorder
 from gradtrace_recorder import bootstrap
+from gradtrace_schemas.journal_reader import read_journal
 from support.recorded import recording, rows
 
 
@@ -375,3 +377,18 @@ def test_nothing_of_a_session_outlives_stop(tmp_path: Path) -> None:
         del session
     gc.collect()
     assert [ref() for ref in held] == [None] * 3
+
+
+def test_recording_says_once_a_second_that_it_lives_and_its_journal_goes_with_it(
+    tmp_path: Path,
+) -> None:
+    with recording(tmp_path / "run"):
+        nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+        [journal] = (tmp_path / "run" / "journals").iterdir()
+        began = read_journal(journal.read_bytes()).header["heartbeat_ns"]
+        deadline = time.monotonic() + 10
+        while (header := read_journal(journal.read_bytes()).header)["heartbeat_ns"] == began:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert 0.5e9 < header["heartbeat_ns"] - began < 11e9
+    assert list((tmp_path / "run" / "journals").iterdir()) == []

@@ -47,6 +47,7 @@ def write_journal(
     pid: int = 4242,
     process_start: int = 0,
     machine: int = 0,
+    heartbeat_ns: int = 0,
 ) -> Path:
     """A journal whose records 1, 2, ... are these (table, columns); those up to `drained` count as drained.
 
@@ -78,6 +79,7 @@ def write_journal(
         "records_offset": strings_offset + len(texts),
         "pid": pid,
         "process_start": process_start,
+        "heartbeat_ns": heartbeat_ns,
         "machine": machine,
         "rank": rank,
         "attempt": attempt,
