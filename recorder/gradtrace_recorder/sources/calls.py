@@ -97,7 +97,8 @@ def _some_run(count: int) -> bool:
 
     Source: torch/nn/modules/module.py, `_call_impl`, which calls global hooks (2.13).
     """
-    frame: Any = sys._getframe(1)
+    # Python makes an object for each frame that is looked at: those of ours, down to the source, are passed over.
+    frame: Any = sys._getframe(3)
     while frame is not None:
         if frame.f_code.co_name == "_call_impl":
             count -= 1
