@@ -72,5 +72,5 @@ def replay_sentence(found: Sequence[Replayed], step: int) -> str:
         said.append(f"in {r.apart_count:,} of {r.run_count:,} runs of the {r.side}, {where}")
     return (
         f" The Node disagrees with itself: run again with the same gradients it gave other bits {'; '.join(said)}. "
-        "That is a nondeterministic kernel or a faulty device, not the data."
+        "That is a nondeterministic kernel, a Function that draws or keeps something, or a faulty device, not the data."
     )
