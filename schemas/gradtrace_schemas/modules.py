@@ -73,10 +73,7 @@ STAGE_EVENTS = Table(
     key=("attempt", "rank", "step", "microbatch", "stage_index", "kind", "occurrence"),
     entries=(
         *IDENTITY,
-        nullable(
-            MICROBATCH,
-            "The schedule's, from 0; as elsewhere where a backward function is called outside any stage.",
-        ),
+        MICROBATCH,
         RECORD_INDEX,
         Column(
             "stage_index",

@@ -25,6 +25,9 @@ SCHEDULES = {
     "ZBVZeroBubble": 4,
     "DualPipeV": 4,
 }
+# What follows in the job: no schedules, but what stages may hold.
+WAYS = {"DDP": 2, "FSDP": 4, "own weight half": 4, "unused outputs": 4, "twice a step": 4}
+OF_SCHEDULES = f"step < {2 * len(SCHEDULES)}"
 # Those that split every backward of every stage but the first.
 ALL_SPLIT = {"InterleavedZeroBubble", "ZBVZeroBubble"}
 MICROBATCHES = range(4)
@@ -46,17 +49,22 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     return folder / "run", left_by(folder / "recorded", folder / "run")
 
 
-def test_every_schedule_is_equal_bit_for_bit(two_ranks: Recorded, tmp_path: Path) -> None:
+def test_everything_is_equal_bit_for_bit(two_ranks: Recorded, tmp_path: Path) -> None:
     bare = left_by(tmp_path / "bare", None)
     for rank in range(2):
-        assert list(bare[rank]) == list(SCHEDULES)
-        for name in SCHEDULES:
+        assert list(bare[rank]) == [*SCHEDULES, *WAYS]
+        for name in bare[rank]:
             assert same(bare[rank][name], two_ranks[1][rank][name]), (rank, name)
 
 
-def actions_of(run: Path, schedule: str) -> list[set[tuple[int, int, str]]]:
+def first_step(name: str) -> int:
+    """The first of the two steps that the job trains this way."""
+    return 2 * [*SCHEDULES, *WAYS].index(name)
+
+
+def actions_of(run: Path, name: str) -> list[set[tuple[int, int, str]]]:
     """(stage, microbatch, kind) of the actions of each of its steps, over both ranks; each has one row."""
-    first = 2 * list(SCHEDULES).index(schedule)
+    first = first_step(name)
     steps = []
     for step in (first, first + 1):
         found = rows(
@@ -89,21 +97,40 @@ def test_every_action_has_its_row(two_ranks: Recorded, schedule: str) -> None:
             assert bool(split) == (schedule == "DualPipeV")
 
 
+def test_weight_half_of_the_job_is_a_half(two_ranks: Recorded) -> None:
+    """With `dw_builder` also the first stage's backward is split: torch runs a whole one in front."""
+    for actions in actions_of(two_ranks[0], "own weight half"):
+        places = [(stage, microbatch) for stage in range(4) for microbatch in MICROBATCHES]
+        kinds = ("forward", "backward_input", "backward_weight")
+        assert actions == {(*place, kind) for place in places for kind in kinds}
+
+
+def test_schedule_that_runs_twice_in_a_step_has_its_rows_twice(two_ranks: Recorded) -> None:
+    step = first_step("twice a step")
+    assert rows(
+        two_ranks[0],
+        "SELECT occurrence, count(*) FILTER (kind = 'forward'), count(*) FILTER (kind LIKE 'backward%') "
+        f"FROM stage_events WHERE step = {step} GROUP BY 1 ORDER BY 1",
+    ) == [(0, 16, 4 + 2 * 12), (1, 16, 4 + 2 * 12)]
+
+
 def test_what_a_stage_sent_is_what_its_neighbour_received(two_ranks: Recorded) -> None:
     activations = rows(
         two_ranks[0],
         "SELECT s.step, count(*), sum((s.sent_fingerprint = r.received_fingerprint)::INT) FROM stage_events s "
-        "JOIN stage_events r USING (step, microbatch, kind) WHERE kind = 'forward' "
+        "JOIN stage_events r USING (step, microbatch, kind, occurrence) WHERE kind = 'forward' "
         "AND r.stage_index = s.stage_index + 1 GROUP BY 1 ORDER BY 1",
     )
     gradients = rows(
         two_ranks[0],
         "SELECT s.step, count(*), sum((s.sent_fingerprint = r.received_fingerprint)::INT) FROM stage_events s "
-        "JOIN stage_events r USING (step, microbatch) WHERE s.kind IN ('backward_full', 'backward_input') "
+        "JOIN stage_events r USING (step, microbatch, occurrence) WHERE s.kind IN ('backward_full', 'backward_input') "
         "AND r.kind IN ('backward_full', 'backward_input') AND r.stage_index = s.stage_index - 1 "
         "GROUP BY 1 ORDER BY 1",
     )
-    boundaries = [4 * (stages - 1) for stages in SCHEDULES.values() for _ in range(2)]
+    every = SCHEDULES | WAYS
+    boundaries = [4 * (stages - 1) for stages in every.values() for _ in range(2)]
+    boundaries[-2:] = [2 * count for count in boundaries[-2:]]  # twice a step
     expected = [(step, count, count) for step, count in enumerate(boundaries)]
     assert activations == expected
     assert gradients == expected
@@ -113,7 +140,7 @@ def test_waits_lie_before_what_needs_them_and_after_what_they_send(two_ranks: Re
     count_early = (
         "SELECT w.kind, count(*), sum((w.end_ns <= a.start_ns)::INT), sum((w.start_ns >= a.end_ns)::INT) "
         "FROM stage_events w JOIN stage_events a USING (rank, step, microbatch, stage_index) "
-        "WHERE w.end_ns >= w.start_ns AND a.end_ns > a.start_ns AND (w.kind LIKE '%_activations' "
+        f"WHERE {OF_SCHEDULES} AND w.end_ns >= w.start_ns AND a.end_ns > a.start_ns AND (w.kind LIKE '%_activations' "
         "AND a.kind = 'forward' OR w.kind LIKE '%_gradients' AND (a.kind = 'backward_input' OR a.kind = 'backward_full'"
         ")) GROUP BY 1 ORDER BY 1"
     )
@@ -139,7 +166,7 @@ def test_nodes_carry_the_action_that_ran_them(two_ranks: Recorded) -> None:
 
 
 def test_a_split_backward_runs_each_node_in_its_half_or_in_both(two_ranks: Recorded) -> None:
-    step = 2 * list(SCHEDULES).index("ZBVZeroBubble")
+    step = first_step("ZBVZeroBubble")
     halves = rows(
         two_ranks[0],
         "SELECT node_name, list(DISTINCT phases) FROM (SELECT node_name, string_agg(phase, ' ' ORDER BY record_index)"
@@ -161,7 +188,7 @@ def test_gradients_are_summarised_after_each_microbatch(two_ranks: Recorded) -> 
         "SELECT step, rank, root, parameter_fqn, count(*) FILTER (point = 'local'), "
         "count(DISTINCT microbatch) FILTER (point = 'local'), "
         "arg_max(norm, record_index) FILTER (point = 'local') / max(norm) FILTER (point = 'final') "
-        "FROM gradients GROUP BY ALL",
+        f"FROM gradients WHERE {OF_SCHEDULES} AND point <> 'carried' GROUP BY ALL",
     )
     assert len(found) == 2 * 6 * sum(SCHEDULES.values())  # a stage has six parameters
     for *place, count, microbatches, ratio in found:
@@ -190,7 +217,7 @@ def test_keys_are_unique(two_ranks: Recorded) -> None:
 
 
 def test_calls_of_modules_carry_the_microbatch(two_ranks: Recorded) -> None:
-    step = 2 * list(SCHEDULES).index("Interleaved1F1B")
+    step = first_step("Interleaved1F1B")
     assert rows(
         two_ranks[0],
         f"SELECT microbatch, count(*), max(call_index) FROM module_calls WHERE step = {step} GROUP BY 1 ORDER BY 1",

@@ -20,7 +20,7 @@ from gradtrace_recorder.naming import holds_parameters
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.sources.state import record_gradients
 from gradtrace_recorder.stages import STAGES, WAIT
-from gradtrace_recorder.summaries.summariser import unasked
+from gradtrace_recorder.summaries.summariser import unasked, unseen
 
 _FUNCTIONS = {
     "stage_backward": FULL,
@@ -169,7 +169,7 @@ class PipelineSource:
         self._enter(recording, action, received, trains=True)
 
         def ended(live: Recording, _: Any, error: BaseException | None) -> None:
-            sent = None if is_weight else owner.bwd_cache.get(microbatch)
+            sent = None if is_weight or error is not None else _given(owner, microbatch)
             self._leave(live, action, error, sent)
 
         return ended
@@ -328,6 +328,24 @@ class PipelineSource:
 
 def _is_recorded(recording: Recording) -> bool:
     return recording.timeline.is_recorded and recording.settings.records("params")
+
+
+def _given(owner: Any, microbatch: int) -> Any:
+    """The gradients that a stage has for the one before it: zeros where it has none, as torch sends them."""
+    gradients = owner.bwd_cache.get(microbatch)
+    described = getattr(owner, "_get_grad_send_meta", None)
+    if gradients is None or owner.is_first or described is None:
+        return gradients
+    given = list(gradients)
+    for index, gradient in enumerate(given):
+        meta = None
+        if gradient is None:
+            with contextlib.suppress(Exception):  # torch will say so itself
+                meta = described(index)
+        if meta is not None:
+            with unseen():
+                given[index] = torch.zeros(meta.shape, dtype=meta.dtype)
+    return given
 
 
 def _buffers(owner: Any, what: str, microbatch: int) -> list[Any] | None:

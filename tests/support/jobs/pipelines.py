@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 MICROBATCHES = 4
 STEPS = 2
@@ -30,7 +34,72 @@ SCHEDULES: dict[str, tuple[Any, tuple[list[int], list[int]]]] = {
     "InterleavedZeroBubble": (pipelining.ScheduleInterleavedZeroBubble, LOOPED),
     "ZBVZeroBubble": (pipelining.ScheduleZBVZeroBubble, V_SHAPED),
     "DualPipeV": (pipelining.ScheduleDualPipeV, V_SHAPED),
+    # Not schedules, but what stages may hold.
+    "DDP": (pipelining.Schedule1F1B, SINGLE),
+    "FSDP": (pipelining.ScheduleInterleavedZeroBubble, LOOPED),
+    "own weight half": (pipelining.ScheduleZBVZeroBubble, V_SHAPED),
+    "unused outputs": (pipelining.ScheduleInterleavedZeroBubble, LOOPED),
+    "twice a step": (pipelining.ScheduleInterleavedZeroBubble, LOOPED),
 }
+
+
+class Deferred(torch.autograd.Function):
+    """A linear layer that leaves the gradient of its weight for later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, waiting: list[Any]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.waiting = waiting
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.waiting.append((x, gradients[0]))
+        return gradients[0] @ weight.T, None, None
+
+
+class DeferredLinear(nn.Module):
+    """`weight_half` makes what computes the gradients that the backward passes since have left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.waiting: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A matrix product."""
+        return Deferred.apply(x, self.weight, self.waiting)  # type: ignore[no-untyped-call, no-any-return]
+
+    def weight_half(self) -> Callable[[], None]:
+        """What a stage calls `dw_builder`."""
+        waiting = self.waiting[
+            -1:
+        ]  # what is before it comes of torch's dry run, on memory that nobody wrote
+        self.waiting.clear()
+
+        def run() -> None:
+            for x, gradient in waiting:
+                added = x.detach().T @ gradient
+                held = self.weight.grad
+                self.weight.grad = added if held is None else held + added
+
+        return run
+
+
+class Several(nn.Module):
+    """Passes on two tensors, of which the next reads one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor, *unread: torch.Tensor) -> Any:
+        """The result, and another tensor."""
+        result = self.inner(x)
+        return result, x * 2
 
 
 def part(index: int) -> nn.Module:
@@ -39,19 +108,47 @@ def part(index: int) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6))
 
 
+def held(name: str, index: int, count: int) -> nn.Module:
+    """A stage's module as this way of the job has it."""
+    module = part(index)
+    if name == "DDP":
+        group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        return nn.parallel.DistributedDataParallel(module, process_group=group)
+    if name == "FSDP":
+        return fully_shard(module, mesh=DeviceMesh("cpu", [dist.get_rank()]))
+    if name == "own weight half":
+        return DeferredLinear()
+    if name == "unused outputs" and index < count - 1:
+        return Several(module)
+    if name == "unused outputs":
+        module.forward = lambda x, *unread, run=module.forward: run(x)  # type: ignore[method-assign]
+    return module
+
+
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The mean squared error."""
     return (output - target).square().mean()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def trained(name: str, rank: int) -> dict[str, Any]:
     """Losses of all steps, last gradients and parameters of a rank's stages."""
     schedule_class, placed = SCHEDULES[name]
     count = sum(map(len, placed))
-    parts = {index: part(index) for index in placed[rank]}
+    parts = {index: held(name, index, count) for index in placed[rank]}
     stages = [
-        pipelining.PipelineStage(parts[index], index, count, torch.device("cpu"))
-        for index in placed[rank]
+        pipelining.PipelineStage(
+            module,
+            index,
+            count,
+            torch.device("cpu"),
+            dw_builder=getattr(module, "weight_half", None),
+        )
+        for index, module in parts.items()
     ]
     is_single = len(stages) == 1
     schedule = schedule_class(
@@ -65,17 +162,18 @@ def trained(name: str, rank: int) -> dict[str, Any]:
         torch.manual_seed(100 + step)
         batch, target = torch.randn(2 * MICROBATCHES, 6), torch.randn(2 * MICROBATCHES, 6)
         given = (batch,) if 0 in placed[rank] else ()
-        if count - 1 in placed[rank]:
-            losses: list[torch.Tensor] = []
-            schedule.step(*given, target=target, losses=losses)
-            kept += [loss.detach() for loss in losses]
-        else:
-            schedule.step(*given)
+        for _ in range(2 if name == "twice a step" else 1):
+            if count - 1 in placed[rank]:
+                losses: list[torch.Tensor] = []
+                schedule.step(*given, target=target, losses=losses)
+                kept += [loss.detach() for loss in losses]
+            else:
+                schedule.step(*given)
         optimizer.step()
     return {
         "losses": kept,
-        "gradients": [p.grad for p in parameters],
-        "parameters": [p.detach() for p in parameters],
+        "gradients": [None if p.grad is None else local(p.grad) for p in parameters],
+        "parameters": [local(p.detach()) for p in parameters],
     }
 
 
