@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gradtrace_recorder.actions import KINDS
 from gradtrace_recorder.bootstrap import current_session, start_session, stop_session
 
 if TYPE_CHECKING:
@@ -85,6 +84,8 @@ def stage(index: int, microbatch: int, kind: str) -> Iterator[None]:
     `kind` is `forward`, `backward_full`, `backward_input` or `backward_weight`. Stages that torch's own schedules run
     are seen without it.
     """
+    from gradtrace_recorder.actions import KINDS
+
     if kind not in KINDS:
         raise ValueError(f"an action of a stage is one of {', '.join(KINDS)}, not {kind!r}")
     session = current_session()

@@ -48,7 +48,11 @@ BACKWARD_PASSES = Table(
         ),
         Column("root_node_name", STRING, "Node of the first tensor that it starts from.", True),
         Column("loss", FLOAT, "Value of the first tensor when it is a CPU scalar.", True),
-        Column("node_count", INT32, "Nodes of the graph that were watched."),
+        Column(
+            "node_count",
+            INT32,
+            "Nodes of the graph that were watched; 0 in a weight half where Nodes are not recorded.",
+        ),
         Column("unattributed_count", INT32, "Nodes whose module could not be told."),
         START_NS,
         END_NS,

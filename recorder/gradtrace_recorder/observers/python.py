@@ -138,6 +138,8 @@ class PassWatch:
     def _attach(self, roots: Sequence[Any]) -> None:
         recording = self.recording
         whole = recording.settings.records("nodes")
+        if self.half == "weight" and not whole and not self.accumulates:
+            return  # one of many passes of a weight half: nothing here is to be watched, and the graph is large
         release_waiting()
         done = self.half_done if self.half == "weight" and len(set(roots)) == 1 else None
         nodes, leaves = _reachable(roots, done or ())
