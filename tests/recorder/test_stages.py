@@ -223,6 +223,34 @@ def test_exception_leaves_the_stage_as_it_was_raised_and_the_row_says_so(tmp_pat
     ]
 
 
+class Fails(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ValueError("here")
+
+
+def test_failed_pass_says_in_which_stage_and_microbatch(tmp_path: Path) -> None:
+    with recording(tmp_path):
+        output = Fails.apply(mlp()(torch.ones(1, 4)))  # type: ignore[no-untyped-call]
+        with (
+            pytest.raises(ValueError, match="here"),
+            gradtrace_recorder.stage(2, 1, "backward_full"),
+        ):
+            output.sum().backward()
+    assert rows(
+        tmp_path, "SELECT stage_index, microbatch, exception_type, node_name FROM failures"
+    ) == [(2, 1, "ValueError", "FailsBackward")]
+    assert rows(tmp_path, "SELECT stage_index, microbatch, error FROM stage_events") == [
+        (2, 1, "ValueError: here")
+    ]
+
+
 def test_kind_of_a_stage_is_checked_recorded_or_not(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="backward_full"), gradtrace_recorder.stage(0, 0, "back"):
         pass
