@@ -35,11 +35,11 @@ MICROBATCHES = range(4)
 Recorded = tuple[Path, list[dict[str, Any]]]
 
 
-def left_by(folder: Path, recorded: Path | None) -> list[dict[str, Any]]:
+def left_by(folder: Path, recorded: Path | None, ranks: int = 2) -> list[dict[str, Any]]:
     """What the job left on each rank, by schedule."""
     folder.mkdir()
-    run_job(JOB, "--out", folder, ranks=2, recorded=recorded, timeout=200).must_succeed()
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+    run_job(JOB, "--out", folder, ranks=ranks, recorded=recorded, timeout=200).must_succeed()
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,29 @@ def test_everything_is_equal_bit_for_bit(two_ranks: Recorded, tmp_path: Path) ->
         assert list(bare[rank]) == [*SCHEDULES, *WAYS]
         for name in bare[rank]:
             assert same(bare[rank][name], two_ranks[1][rank][name]), (rank, name)
+
+
+@pytest.mark.slow
+def test_everything_is_equal_and_recorded_on_four_ranks(tmp_path: Path) -> None:
+    bare = left_by(tmp_path / "bare", None, ranks=4)
+    recorded = left_by(tmp_path / "recorded", tmp_path / "run", ranks=4)
+    for rank in range(4):
+        for name in bare[rank]:
+            assert same(bare[rank][name], recorded[rank][name]), (rank, name)
+    # Twice the stages and twice the microbatches, each forward once.
+    forwards = [2 * stages * 8 for stages in (SCHEDULES | WAYS).values() for _ in range(2)]
+    forwards[-2:] = [2 * count for count in forwards[-2:]]
+    assert rows(
+        tmp_path / "run",
+        "SELECT step, count(*) FROM stage_events WHERE kind = 'forward' GROUP BY 1 ORDER BY 1",
+    ) == list(enumerate(forwards))
+    assert rows(
+        tmp_path / "run",
+        "SELECT count(*) FILTER (s.sent_fingerprint IS DISTINCT FROM r.received_fingerprint), count(*) > 1000 "
+        "FROM stage_events s JOIN stage_events r USING (step, microbatch, occurrence) "
+        "WHERE s.kind IN ('backward_full', 'backward_input') AND r.kind IN ('backward_full', 'backward_input') "
+        "AND r.stage_index = s.stage_index - 1",
+    ) == [(0, True)]
 
 
 def first_step(name: str) -> int:

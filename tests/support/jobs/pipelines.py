@@ -1,4 +1,4 @@
-"""Every schedule of torch's pipelines, one after the other on two ranks; what each leaves is saved, to be compared.
+"""Every schedule of torch's pipelines, one after the other on two or more ranks; what each leaves is saved.
 
 Each schedule trains for two steps. `--only` chooses by name.
 """
@@ -20,26 +20,39 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-MICROBATCHES = 4
 STEPS = 2
-# Which stages are on which rank, in order.
-SINGLE = ([0], [1])
-LOOPED = ([0, 2], [1, 3])
-V_SHAPED = ([0, 3], [1, 2])
-SCHEDULES: dict[str, tuple[Any, tuple[list[int], list[int]]]] = {
-    "GPipe": (pipelining.ScheduleGPipe, SINGLE),
-    "1F1B": (pipelining.Schedule1F1B, SINGLE),
-    "Interleaved1F1B": (pipelining.ScheduleInterleaved1F1B, LOOPED),
-    "LoopedBFS": (pipelining.ScheduleLoopedBFS, LOOPED),
-    "InterleavedZeroBubble": (pipelining.ScheduleInterleavedZeroBubble, LOOPED),
-    "ZBVZeroBubble": (pipelining.ScheduleZBVZeroBubble, V_SHAPED),
-    "DualPipeV": (pipelining.ScheduleDualPipeV, V_SHAPED),
+
+
+# Which stages are on a rank of so many, in order.
+def single(rank: int, ranks: int) -> list[int]:
+    """One on each."""
+    return [rank]
+
+
+def looped(rank: int, ranks: int) -> list[int]:
+    """Two on each, in a loop."""
+    return [rank, ranks + rank]
+
+
+def v_shaped(rank: int, ranks: int) -> list[int]:
+    """Two on each, there and back."""
+    return [rank, 2 * ranks - 1 - rank]
+
+
+SCHEDULES: dict[str, tuple[Any, Callable[[int, int], list[int]]]] = {
+    "GPipe": (pipelining.ScheduleGPipe, single),
+    "1F1B": (pipelining.Schedule1F1B, single),
+    "Interleaved1F1B": (pipelining.ScheduleInterleaved1F1B, looped),
+    "LoopedBFS": (pipelining.ScheduleLoopedBFS, looped),
+    "InterleavedZeroBubble": (pipelining.ScheduleInterleavedZeroBubble, looped),
+    "ZBVZeroBubble": (pipelining.ScheduleZBVZeroBubble, v_shaped),
+    "DualPipeV": (pipelining.ScheduleDualPipeV, v_shaped),
     # Not schedules, but what stages may hold.
-    "DDP": (pipelining.Schedule1F1B, SINGLE),
-    "FSDP": (pipelining.ScheduleInterleavedZeroBubble, LOOPED),
-    "own weight half": (pipelining.ScheduleZBVZeroBubble, V_SHAPED),
-    "unused outputs": (pipelining.ScheduleInterleavedZeroBubble, LOOPED),
-    "twice a step": (pipelining.ScheduleInterleavedZeroBubble, LOOPED),
+    "DDP": (pipelining.Schedule1F1B, single),
+    "FSDP": (pipelining.ScheduleInterleavedZeroBubble, looped),
+    "own weight half": (pipelining.ScheduleZBVZeroBubble, v_shaped),
+    "unused outputs": (pipelining.ScheduleInterleavedZeroBubble, looped),
+    "twice a step": (pipelining.ScheduleInterleavedZeroBubble, looped),
 }
 
 
@@ -112,7 +125,7 @@ def held(name: str, index: int, count: int) -> nn.Module:
     """A stage's module as this way of the job has it."""
     module = part(index)
     if name == "DDP":
-        group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
         return nn.parallel.DistributedDataParallel(module, process_group=group)
     if name == "FSDP":
         return fully_shard(module, mesh=DeviceMesh("cpu", [dist.get_rank()]))
@@ -138,8 +151,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def trained(name: str, rank: int) -> dict[str, Any]:
     """Losses of all steps, last gradients and parameters of a rank's stages."""
     schedule_class, placed = SCHEDULES[name]
-    count = sum(map(len, placed))
-    parts = {index: held(name, index, count) for index in placed[rank]}
+    ranks = dist.get_world_size()
+    indices = placed(rank, ranks)
+    count, microbatches = ranks * len(indices), 2 * ranks
+    parts = {index: held(name, index, count) for index in indices}
     stages = [
         pipelining.PipelineStage(
             module,
@@ -152,7 +167,7 @@ def trained(name: str, rank: int) -> dict[str, Any]:
     ]
     is_single = len(stages) == 1
     schedule = schedule_class(
-        stages[0] if is_single else stages, n_microbatches=MICROBATCHES, loss_fn=loss_of
+        stages[0] if is_single else stages, n_microbatches=microbatches, loss_fn=loss_of
     )
     parameters = [p for module in parts.values() for p in module.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -160,10 +175,10 @@ def trained(name: str, rank: int) -> dict[str, Any]:
     for step in range(STEPS):
         optimizer.zero_grad()
         torch.manual_seed(100 + step)
-        batch, target = torch.randn(2 * MICROBATCHES, 6), torch.randn(2 * MICROBATCHES, 6)
-        given = (batch,) if 0 in placed[rank] else ()
+        batch, target = torch.randn(2 * microbatches, 6), torch.randn(2 * microbatches, 6)
+        given = (batch,) if 0 in indices else ()
         for _ in range(2 if name == "twice a step" else 1):
-            if count - 1 in placed[rank]:
+            if count - 1 in indices:
                 losses: list[torch.Tensor] = []
                 schedule.step(*given, target=target, losses=losses)
                 kept += [loss.detach() for loss in losses]
