@@ -29,6 +29,10 @@ def nothing_left_behind() -> Iterator[None]:
     assert not module._global_forward_pre_hooks and not module._global_forward_hooks
     assert not module._has_any_global_hook()
     assert not optimizer._global_optimizer_pre_hooks and not optimizer._global_optimizer_post_hooks
+    assert not any(type(finder).__module__.startswith("gradtrace") for finder in sys.meta_path)
+    backward = sys.modules.get("torch.distributed.pipelining._backward")
+    if backward is not None:
+        assert backward.stage_backward.__code__.co_filename == backward.__file__
     assert type(torch.autograd.Variable._execution_engine).__name__ == "_EngineBase"
     assert torch.amp.GradScaler.step.__module__ == "torch.amp.grad_scaler"
     assert not hasattr(torch.amp.GradScaler.step, "__wrapped__")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gradtrace_recorder.recording import Recording
 
 __version__ = "0.1.0"
-__all__ = ["microbatch", "note", "pause", "start", "step", "stop"]
+__all__ = ["microbatch", "note", "pause", "stage", "start", "step", "stop"]
 
 
 def start(directory: str, **settings: str | bool | int) -> None:
@@ -75,6 +75,25 @@ def pause() -> Iterator[None]:
         yield
     finally:
         recording.timeline.paused = before
+
+
+@contextlib.contextmanager
+def stage(index: int, microbatch: int, kind: str) -> Iterator[None]:
+    """The block is an action of a stage of the job's own pipeline, and its rows are of that microbatch.
+
+    `kind` is `forward`, `backward_full`, `backward_input` or `backward_weight`. Stages that torch's own schedules run
+    are seen without it.
+    """
+    from gradtrace_recorder.actions import KINDS
+
+    if kind not in KINDS:
+        raise ValueError(f"an action of a stage is one of {', '.join(KINDS)}, not {kind!r}")
+    session = current_session()
+    if session is None:
+        yield
+        return
+    with session.pipeline.stage(index, microbatch, kind):
+        yield
 
 
 def _recording() -> Recording | None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gradtrace_recorder.actions import Actions, HalfDone
 from gradtrace_recorder.attribution import Attribution
 from gradtrace_recorder.flight import Flight
 from gradtrace_recorder.guard import Problems
@@ -35,6 +36,8 @@ class Recording:
     flight: Flight | None = None
     replays: Replays = field(default_factory=Replays)
     left: Left | None = None
+    actions: Actions = field(default_factory=Actions)
+    half_done: HalfDone = field(default_factory=HalfDone)
     _noted: dict[tuple[int, int, str], int] = field(default_factory=dict)
 
     def noted(self, name: str) -> int:

@@ -276,6 +276,36 @@ class Rows:
             as_bytes(after),
         )
 
+    def stage_event(
+        self,
+        stage_index: int | None,
+        microbatch: int,
+        kind: str,
+        occurrence: int,
+        start_ns: int,
+        end_ns: int,
+        error: str | None,
+        received: Packed | None,
+        sent: Packed | None,
+    ) -> None:
+        """An action of a pipeline stage that is over, or a wait for what it receives or sends."""
+        string = self._journal.string
+        self._journal.append(
+            KINDS["stage_events"],
+            self._timeline.step,
+            microbatch,
+            NULL_INT32,
+            _int32(stage_index),
+            string(kind),
+            occurrence,
+            start_ns,
+            end_ns,
+            NULL_INT64,
+            string(error),
+            as_bytes(received),
+            as_bytes(sent),
+        )
+
     def group(
         self,
         name: str,
@@ -299,6 +329,7 @@ class Rows:
         self,
         backward_index: int,
         microbatch: int,
+        stage_index: int | None,
         event_index: int | None,
         node_name: int,
         root: int,
@@ -334,7 +365,7 @@ class Rows:
             root,
             module_fqn,
             call_index,
-            NULL_INT32,
+            _int32(stage_index),
             string(exception_type),
             string(exception_text[:4000]),
             string(traceback[-16000:] if traceback else None),

@@ -23,6 +23,7 @@ from gradtrace_recorder.sources.engine import EngineSource, tell_at_first_backwa
 from gradtrace_recorder.sources.fsdp import FsdpSource
 from gradtrace_recorder.sources.modules import ModuleSource
 from gradtrace_recorder.sources.optimizer import OptimizerSource
+from gradtrace_recorder.sources.pipeline import PipelineSource
 from gradtrace_schemas.journal import IN_MODULE, IN_OPTIMIZER, NULL_STRING
 
 # At exit the job waits for us no longer than this; what is not drained by then stays in the journal.
@@ -41,7 +42,8 @@ class Session:
         self.modules = ModuleSource(self.gate, Guard("module source", self.problems), ddp, fsdp)
         self.optimizers = OptimizerSource(self.gate, Guard("optimizer source", self.problems))
         engine = EngineSource(self.gate, Guard("backward source", self.problems), ddp, self.modules)
-        self._sources = (ddp, fsdp, self.modules, engine, self.optimizers)
+        self.pipeline = PipelineSource(self.gate, Guard("pipeline source", self.problems))
+        self._sources = (ddp, fsdp, self.modules, engine, self.optimizers, self.pipeline)
         self._live: _Live | None = None
         self._pid = os.getpid()
 

@@ -104,6 +104,23 @@ class Timeline:
         self._microbatch_given = True
         self.microbatch = microbatch
 
+    def enter_microbatch(self, microbatch: int) -> tuple[int, int, bool]:
+        """An action of a pipeline stage begins: it is this microbatch until `leave_microbatch` gets what is given."""
+        before = (self.step, self.microbatch, self._microbatch_given)
+        self.set_microbatch(microbatch)
+        return before
+
+    def leave_microbatch(self, before: tuple[int, int, bool]) -> None:
+        """The action is over."""
+        step, microbatch, given = before
+        if step == self.step:
+            self.microbatch, self._microbatch_given = microbatch, given
+
+    @property
+    def microbatch_given(self) -> bool:
+        """Whether the job, or its schedule, said which microbatch this is."""
+        return self._microbatch_given
+
     def finish(self) -> None:
         """The recording ends: the current step is over, as far as it got."""
         if self._begun:

@@ -20,6 +20,7 @@ from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import say
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.settings import Settings
+from gradtrace_recorder.stages import STAGES
 
 if TYPE_CHECKING:
     from gradtrace_recorder.session import Session
@@ -47,6 +48,7 @@ class Tripwire:
         ]
         self._engine = Variable._execution_engine
         RELAYS.attach()
+        STAGES.attach(self.spring)
         tripwire = self
 
         class WaitingEngine(type(self._engine)):  # type: ignore[misc]
@@ -89,6 +91,7 @@ class Tripwire:
         if session is not None:
             session.stop(timeout)
         RELAYS.detach()
+        STAGES.detach()
 
     def _clear(self) -> None:
         for handle in self._handles:

@@ -17,6 +17,7 @@ from gradtrace_schemas.table import (
     SummaryColumns,
     Table,
     nullable,
+    since,
 )
 
 MODULE_CALLS = Table(
@@ -60,23 +61,52 @@ INPUTS = Table(
     ),
 )
 
+_WAITS = (
+    "or, for a wait of the rank on the host, `receive_activations`, `receive_gradients` (before the action that needs "
+    "them), `send_activations`, `send_gradients` (after the action that made them)."
+)
+
 STAGE_EVENTS = Table(
     name="stage_events",
-    version=1,
-    doc="One row per action of a pipeline stage.",
-    key=("attempt", "rank", "step", "microbatch", "stage_index", "kind"),
+    version=2,
+    doc="One row per action of a pipeline stage, and per wait for what it receives or sends.",
+    key=("attempt", "rank", "step", "microbatch", "stage_index", "kind", "occurrence"),
     entries=(
         *IDENTITY,
         MICROBATCH,
         RECORD_INDEX,
-        Column("stage_index", INT32, "Pipeline stage, from 0 at the input."),
         Column(
-            "kind", STRING, "`forward`, `backward_full`, `backward_input` or `backward_weight`."
+            "stage_index",
+            INT32,
+            "Pipeline stage, from 0 at the input; null where a backward function is called outside any stage.",
+            nullable=True,
+        ),
+        Column(
+            "kind",
+            STRING,
+            "`forward`, `backward_full`, `backward_input` (gradients for the previous stage), `backward_weight` "
+            f"(gradients for the parameters); {_WAITS} A first stage, which sends no gradients, runs a "
+            "`backward_full` where others run their `backward_weight`.",
+        ),
+        since(
+            4,
+            Column(
+                "occurrence",
+                INT32,
+                "Among the rows of this step, microbatch, stage and kind, in order of end, from 0.",
+            ),
         ),
         START_NS,
         END_NS,
         Column("device_ns", INT64, "Time on the device, where events were recorded.", True),
-        SummaryColumns("received_", "All tensors that the action received, combined"),
-        SummaryColumns("sent_", "All tensors that the action sent, combined"),
+        since(4, Column("error", STRING, "Type and text of the exception that left it.", True)),
+        SummaryColumns(
+            "received_", "All activations or gradients that the action received, combined"
+        ),
+        SummaryColumns(
+            "sent_",
+            "All activations or gradients that the action made for its neighbour, combined; of the last stage's "
+            "forward, its output",
+        ),
     ),
 )

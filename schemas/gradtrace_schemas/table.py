@@ -141,7 +141,10 @@ ATTEMPT = Column("attempt", INT32, "Which start of the job, from 0; the same for
 RANK = Column("rank", INT32, "Global rank. In files: the folder's name, `rank=00003`.")
 STEP = Column("step", INT32, "Optimizer step, from 0.")
 MICROBATCH = Column(
-    "microbatch", INT32, "Accumulating backward passes completed in this step before this row."
+    "microbatch",
+    INT32,
+    "Accumulating backward passes completed in this step before this row; in an action of a pipeline stage the "
+    "microbatch of its schedule.",
 )
 RECORD_INDEX = Column(
     "record_index", INT64, "Order in which the rank recorded its rows, over all tables, from 1."

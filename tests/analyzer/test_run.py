@@ -269,6 +269,16 @@ def test_a_run_of_the_second_schema_is_read_with_nulls_for_what_came_later() -> 
         assert ranks == [(None, None)]
 
 
+def test_a_run_of_the_third_schema_is_read_without_rows_of_stages() -> None:
+    """Recorded by the version that wrote schema 3: two steps of a linear layer."""
+    run = open_run(Path(__file__).resolve().parents[1] / "data" / "schema-3")
+    assert run.schema_version == 3 and run.notices == ()
+    with contextlib.closing(connect([run])) as connection:
+        assert connection.execute("SELECT occurrence, error FROM stage_events").fetchall() == []
+        nodes = connection.execute("SELECT DISTINCT stage_index, phase FROM node_events").fetchall()
+        assert nodes == [(None, "backward")]
+
+
 def test_journal_of_format_2_is_read_with_null_where_columns_are_newer(tmp_path: Path) -> None:
     """Written by the recorder of schema 2: a pass that failed, and a Node that was running."""
     packed = Path(__file__).resolve().parents[1] / "data" / "journal-2.gz"

@@ -134,7 +134,7 @@ class NodeHooks:
                 self.parameter_fqn,
                 self.number,
                 self.start,
-                NULL_INT32,
+                watch.stage_index,
             )
         except Exception as error:
             watch.guard.failed(error)
@@ -150,6 +150,8 @@ class NodeHooks:
             end = _clock() - watch.zero_ns
             del watch.running[self.index]
             self.came_in = None
+            if watch.half == "input" and watch.half_done is not None:
+                watch.half_done.add(self.number)
             watch.pop_running(self.thread)
             with unasked():
                 if self.is_maker:
@@ -232,7 +234,7 @@ class NodeHooks:
             self.occurrence,
             self.parameter_fqn,
             watch.phase,
-            NULL_INT32,
+            watch.stage_index,
             self.thread,
             self.start,
             end,

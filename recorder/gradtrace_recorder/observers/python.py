@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -43,14 +43,19 @@ class PythonObserver:
         roots: Sequence[Any],
         *,
         backward_index: int,
-        phase: str,
+        accumulates: bool,
+        half: str | None,
+        stage_index: int | None,
         gradient_ready: GradientReady | None,
     ) -> PassWatch:
         """Watch every Node that can be reached from `roots`, until the watch is closed.
 
+        `half` is that of a pipeline stage's split backward: `input`, `weight`, None for no half.
         `gradient_ready` is called with each parameter when its gradient was accumulated, and the time.
         """
-        watch = PassWatch(recording, self._guard, backward_index, phase, gradient_ready)
+        watch = PassWatch(
+            recording, self._guard, backward_index, accumulates, half, stage_index, gradient_ready
+        )
         if recording.settings.records("params"):
             watch.attach(roots)
         return watch
@@ -64,7 +69,9 @@ class PassWatch:
         recording: Recording,
         guard: Guard,
         backward_index: int,
-        phase: str,
+        accumulates: bool,
+        half: str | None,
+        stage_index: int | None,
         gradient_ready: GradientReady | None,
     ) -> None:
         timeline, journal = recording.timeline, recording.journal
@@ -74,8 +81,13 @@ class PassWatch:
         self.backward_index = backward_index
         self.step = timeline.step
         self.microbatch = timeline.microbatch
-        self.phase = journal.string(phase)
-        self.accumulates = phase != "grad"
+        self.phase = journal.string(half or ("backward" if accumulates else "grad"))
+        self.accumulates = accumulates
+        self.stage_index = NULL_INT32 if stage_index is None else stage_index
+        self.half = half
+        self.half_done: set[int] | None = None
+        if half is not None and recording.attribution.is_of_one_thread:
+            self.half_done = recording.half_done.numbers(self.step)
         self.ok = journal.string("ok")
         self.failed = journal.string("failed")
         self.incoming = journal.string("grad_output")
@@ -110,8 +122,11 @@ class PassWatch:
     def _attach(self, roots: Sequence[Any]) -> None:
         recording = self.recording
         whole = recording.settings.records("nodes")
+        if self.half == "weight" and not whole and not self.accumulates:
+            return  # one of many passes of a weight half: nothing here is to be watched, and the graph is large
         release_waiting()
-        nodes, leaves = _reachable(roots)
+        done = self.half_done if self.half == "weight" and len(set(roots)) == 1 else None
+        nodes, leaves = _reachable(roots, done or ())
         is_long = len(nodes) > _most_in_a_row()
         self.node_count = len(nodes) + len(leaves)
         self._stand_ins = recording.names.stand_ins()
@@ -236,8 +251,14 @@ class PassWatch:
             )
 
 
-def _reachable(roots: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[tuple[Any, int]]]:
-    """(Nodes with their sequence numbers, AccumulateGrad Nodes with that of one that leads there) from the roots."""
+def _reachable(
+    roots: Sequence[Any], beyond: Collection[int] = ()
+) -> tuple[list[tuple[int, Any]], list[tuple[Any, int]]]:
+    """(Nodes with their sequence numbers, AccumulateGrad Nodes with that of one that leads there) from the roots.
+
+    Numbers in `beyond` are of Nodes that will not run, unless they are roots: the walk ends there. A single root of a
+    weight half leads to its parameters past Nodes that no input half ran; else those would be roots as well.
+    """
     seen = set(roots)
     waiting = [(node, 0) for node in seen]
     nodes: list[tuple[int, Any]] = []
@@ -245,6 +266,8 @@ def _reachable(roots: Sequence[Any]) -> tuple[list[tuple[int, Any]], list[tuple[
     while waiting:
         node, used_by = waiting.pop()
         number = node._sequence_nr()
+        if number in beyond and node not in roots:
+            continue
         if number == NO_SEQUENCE_NUMBER and hasattr(node, "variable"):
             leaves.append((node, used_by))
             continue

@@ -118,6 +118,9 @@ class EngineSource:
         index = timeline.totals.engine_calls
         timeline.totals.engine_calls = index + 1
         opened = _OpenPass(recording, index, timeline.microbatch, accumulates, top_level)
+        action = recording.actions.current
+        opened.stage_index = None if action is None else action.stage_index
+        half = None if action is None else action.phase
         open_passes = self._local.open_passes
         if open_passes:
             opened.parent = open_passes[-1].index
@@ -131,7 +134,7 @@ class EngineSource:
         if accumulates and top_level:
             self._ddp.backward_begins(recording, index)
         if timeline.is_recorded:
-            if accumulates and top_level and recording.settings.records_state:
+            if (accumulates or half == "weight") and top_level and recording.settings.records_state:
                 self._record_carried(recording, index)
             outputs = _argument("tensors", 0, args, kwargs, ())
             nodes = [_node_of(output) for output in outputs]
@@ -144,7 +147,9 @@ class EngineSource:
                 recording,
                 [node for node in nodes if node is not None],
                 backward_index=index,
-                phase="backward" if accumulates else "grad",
+                accumulates=accumulates,
+                half=half,
+                stage_index=opened.stage_index,
                 gradient_ready=self._ddp.gradient_ready if self._ddp.has_models else None,
             )
         open_passes.append(opened)
@@ -222,6 +227,7 @@ class EngineSource:
             recording.rows.failure(
                 opened.index,
                 opened.microbatch,
+                opened.stage_index,
                 *failed,
                 type(error).__name__,
                 str(error),
@@ -308,6 +314,7 @@ class _OpenPass:
         self.accumulates = accumulates
         self.top_level = top_level
         self.parent: int | None = None
+        self.stage_index: int | None = None
         self.watch: PassWatch | None = None
         self.loss: float | None = None
         self.root_node_name: str | None = None

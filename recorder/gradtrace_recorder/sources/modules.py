@@ -53,8 +53,8 @@ class ModuleSource:
         self._groups = Groups()
         self._local = OpenCalls()
         self._handles: list[RemovableHandle] = []
-        self._calls: dict[tuple[int, str, int], int] = {}
-        self._calls_at = (-1, -1)
+        self._calls: dict[tuple[int, int, str, int], int] = {}
+        self._calls_at: tuple[int, int | None] = (-1, -1)
         self._parameters_at: dict[int, int] = {}
         self._signatures: dict[type, list[str]] = {}
         self._phases: dict[str, int] = {}
@@ -337,7 +337,7 @@ class ModuleSource:
         name, frame = call.name, call.frame
         if name is None or frame is None or not name.is_compiled or call.saw_inner:
             return False
-        self._calls[name.root, name.fqn, call.phase] = frame.call_index + 1
+        self._calls[call.microbatch, name.root, name.fqn, call.phase] = frame.call_index + 1
         return name.wanted and recording.settings.records("modules")
 
     def _is_row(self, recording: Recording, name: ModuleName) -> bool:
@@ -345,11 +345,12 @@ class ModuleSource:
 
     def _call_index(self, recording: Recording, name: ModuleName, phase: str) -> int:
         timeline = recording.timeline
-        at = (timeline.step, timeline.microbatch)
+        # A schedule comes back to a microbatch that it has left.
+        at = (timeline.step, None if timeline.microbatch_given else timeline.microbatch)
         if at != self._calls_at:
             self._calls_at = at
             self._calls.clear()
-        key = (name.root, name.fqn, self._phase(recording, phase))
+        key = (timeline.microbatch, name.root, name.fqn, self._phase(recording, phase))
         index = self._calls.get(key, 0)
         if not name.wraps:  # a wrapper's call is the call of what it wraps
             self._calls[key] = index + 1

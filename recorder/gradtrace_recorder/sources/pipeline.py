@@ -1,0 +1,357 @@
+"""Pipeline stages: a row for each action, and for each wait for what it receives or sends.
+
+Source: torch/distributed/pipelining/{stage,schedules,_backward}.py (2.13). Called on the job's threads.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from gradtrace_recorder.actions import FORWARD, FULL, INPUT, WEIGHT, Action
+from gradtrace_recorder.dynamo import never_compiled
+from gradtrace_recorder.guard import Guard
+from gradtrace_recorder.naming import holds_parameters
+from gradtrace_recorder.recording import Gate, Recording
+from gradtrace_recorder.sources.state import record_gradients
+from gradtrace_recorder.stages import STAGES, WAIT
+from gradtrace_recorder.summaries.summariser import unasked, unseen
+
+_FUNCTIONS = {
+    "stage_backward": FULL,
+    "stage_backward_input": INPUT,
+    "stage_backward_weight": WEIGHT,
+}
+_OPERATIONS = {
+    "get_fwd_recv_ops": "receive_activations",
+    "get_bwd_recv_ops": "receive_gradients",
+    "get_fwd_send_ops": "send_activations",
+    "get_bwd_send_ops": "send_gradients",
+}
+# (kind, stage_index, microbatch) of what is waited for.
+_Wait = tuple[str, int, int]
+_Ended = Callable[[Recording, Any, BaseException | None], None]
+
+
+class PipelineSource:
+    """Sees the functions of `stages.py`, and serves `gradtrace_recorder.stage`.
+
+    A wait for what an action receives comes before the step may be known: its row is written when the action begins.
+    """
+
+    def __init__(self, gate: Gate, guard: Guard) -> None:
+        self._gate = gate
+        self._guard = guard
+        self._operations: weakref.WeakKeyDictionary[Any, _Wait] = weakref.WeakKeyDictionary()
+        self._works: weakref.WeakKeyDictionary[Any, list[_Wait]] = weakref.WeakKeyDictionary()
+        self._received: dict[_Wait, list[tuple[int, int]]] = {}
+        self._counts: collections.Counter[tuple[int | None, int, str]] = collections.Counter()
+        self._counted_step = -1
+
+    def attach(self) -> None:
+        """See actions from now on."""
+        STAGES.attach()
+        STAGES.observer = self
+
+    def detach(self) -> None:
+        """See no more."""
+        self._guard.is_open = False
+        if STAGES.observer is self:
+            STAGES.detach()
+
+    def begins(self, name: str, arguments: dict[str, Any]) -> _Ended | None:
+        """A seen function is called."""
+        if not self._guard.is_open:
+            return None
+        try:
+            with unasked():
+                recording = self._gate.enter()
+                if recording is None:
+                    return None
+                return self._begun(recording, name, arguments)
+        except Exception as error:
+            self._failed(error)
+            return None
+
+    def ends(self, opened: _Ended, result: Any, error: BaseException | None) -> None:
+        """It has returned, or raised."""
+        recording = self._gate.recording
+        if recording is None:
+            return
+        try:
+            with unasked():
+                opened(recording, result, error)
+        except Exception as ours:
+            self._failed(ours)
+
+    @contextlib.contextmanager
+    def stage(self, index: int, microbatch: int, kind: str) -> Iterator[None]:
+        """The block is an action of a stage of the job's own pipeline."""
+        recording = self._gate.enter() if self._guard.is_open else None
+        if recording is None:
+            yield
+            return
+        action: Action | None = None
+        try:
+            action = Action(index, microbatch, kind)
+            action.has_run = True
+            self._enter(recording, action, trains=torch.is_grad_enabled())
+        except Exception as error:
+            action = None
+            self._failed(error)
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            if action is not None:
+                self.ends(lambda live, _, error: self._leave(live, action, error), None, failure)
+
+    def _failed(self, error: Exception) -> None:
+        """Of an action that is not followed to its end nothing may stay."""
+        if self._gate.recording is not None:
+            self._gate.recording.actions.open.clear()
+        self._guard.failed(error)
+
+    def _begun(self, recording: Recording, name: str, arguments: dict[str, Any]) -> _Ended | None:
+        if name in _FUNCTIONS:
+            return self._function(recording, name, arguments)
+        if name in _OPERATIONS:
+            owner, microbatch = list(arguments.values())[:2]
+            return lambda _, made, error: self._prepared(
+                (_OPERATIONS[name], owner.stage_index, microbatch), made or ()
+            )
+        if name == "_batch_p2p":
+            operations = arguments["p2p_ops"]
+            return lambda _, works, error: self._sent_off(operations, works or ())
+        if name == WAIT:
+            waits = [wait for work in arguments["work"] for wait in self._works.pop(work, ())]
+            start = recording.timeline.now()
+            return lambda live, *_: self._waited(live, waits, start) if waits else None
+        if name == "_maybe_compute_loss":
+            return self._loss(recording, arguments)
+        return self._action(recording, name, arguments)
+
+    # Actions.
+
+    def _action(self, recording: Recording, name: str, arguments: dict[str, Any]) -> _Ended | None:
+        owner, microbatch = list(arguments.values())[:2]
+        if name == "forward_one_chunk":
+            action = Action(owner.stage_index, microbatch, FORWARD)
+            received = (
+                arguments.get("args") if owner.is_first else _buffers(owner, "args", microbatch)
+            )
+            trains = torch.is_grad_enabled() and holds_parameters(owner.submod)
+            self._enter(recording, action, received, trains=trains)
+
+            def returned(live: Recording, result: Any, error: BaseException | None) -> None:
+                self._leave(live, action, error, result)
+
+            return returned
+        if not owner.has_backward:
+            return None
+        is_weight = name == "backward_weight_one_chunk"
+        is_full = not is_weight and arguments.get("full_backward", True)
+        kind = WEIGHT if is_weight else FULL if is_full else INPUT
+        action = Action(owner.stage_index, microbatch, kind)
+        # What the job brings is run whatever torch runs of its own.
+        action.own_half = action.has_run = getattr(owner, "dw_builder", None) is not None
+        received = None
+        if not is_weight and not owner.is_last:
+            received = _buffers(owner, "grad", microbatch)
+        self._enter(recording, action, received, trains=True)
+
+        def ended(live: Recording, _: Any, error: BaseException | None) -> None:
+            sent = None if is_weight or error is not None else _given(owner, microbatch)
+            self._leave(live, action, error, sent)
+
+        return ended
+
+    def _function(self, recording: Recording, name: str, arguments: dict[str, Any]) -> _Ended:
+        """One of torch's three backward functions: inside a stage's action, or all that there is of one."""
+        kind = _FUNCTIONS[name]
+        around = recording.actions.current
+        action = around
+        if action is None or action.kind is None:
+            action = Action(None, recording.timeline.microbatch, kind)
+            self._enter(recording, action, arguments.get("output_grads"), trains=True)
+        elif action.kind == WEIGHT and kind == FULL and not action.own_half:
+            action.become(FULL)  # of a first stage, whose input half did nothing
+        if action is around and action.received is None and _is_recorded(recording):
+            # In a first stage's weight action, or the job's own stage, this is all that tells.
+            action.received = recording.summariser.of_all(arguments.get("output_grads"))
+        action.has_run = True
+        before = action.phase
+        if kind != FULL:
+            action.phase = "input" if kind == INPUT else "weight"
+        groups = arguments.get("param_groups") if kind == WEIGHT else None
+        of = action
+
+        def ended(live: Recording, result: Any, error: BaseException | None) -> None:
+            of.phase = before
+            if groups and error is None:
+                self._record_accumulated(live, groups)
+            given = result[0] if kind == INPUT and result is not None else result
+            sent = None if kind == WEIGHT else given
+            if of is not around:
+                self._leave(live, of, error, sent)
+            elif of.sent is None and sent is not None and _is_recorded(live):
+                of.sent = live.summariser.of_all(sent)
+
+        return ended
+
+    def _loss(self, recording: Recording, arguments: dict[str, Any]) -> _Ended | None:
+        """A schedule computes the loss: modules that it calls are of that microbatch."""
+        if not arguments["stage"].is_last:
+            return None
+        action = Action(arguments["stage"].stage_index, arguments["mb_index"], None)
+        self._enter(recording, action, trains=False)
+        return lambda live, _, error: self._leave(live, action, error)
+
+    def _enter(
+        self, recording: Recording, action: Action, received: Any = None, *, trains: bool
+    ) -> None:
+        timeline = recording.timeline
+        entered = timeline.now()
+        if trains:
+            timeline.activity()
+        if action.stage_index is None:
+            action.microbatch = timeline.microbatch
+        else:
+            action.before = timeline.enter_microbatch(action.microbatch)
+        recording.actions.open.append(action)
+        if _is_recorded(recording):
+            self._write_received(recording, action)
+            if received is not None:
+                action.received = recording.summariser.of_all(received)
+        action.start_ns = timeline.now()
+        timeline.totals.recorder_ns += action.start_ns - entered
+
+    def _leave(
+        self, recording: Recording, action: Action, error: BaseException | None, sent: Any = None
+    ) -> None:
+        timeline = recording.timeline
+        end = timeline.now()
+        opened = recording.actions.open
+        while opened and opened.pop() is not action:
+            pass
+        if action.before is not None:
+            timeline.leave_microbatch(action.before)
+        has_row = action.kind == FORWARD or action.has_run or error is not None
+        if action.kind is None or not has_row or not _is_recorded(recording):
+            return
+        if sent is not None:
+            action.sent = recording.summariser.of_all(sent)
+        text = None if error is None else f"{type(error).__name__}: {str(error)[:400]}"
+        self._write(
+            recording, action.stage_index, action.microbatch, action.kind, action.start_ns, end, text,
+            action.received, action.sent,
+        )  # fmt: skip
+        timeline.totals.recorder_ns += timeline.now() - end
+
+    def _record_accumulated(self, recording: Recording, groups: list[dict[str, Any]]) -> None:
+        """What a weight half has added to its parameters' gradients, by hand: no AccumulateGrad ran."""
+        timeline = recording.timeline
+        if not timeline.is_recorded or not recording.settings.records_state:
+            return
+        # Torch takes the gradients out of the groups that it has run.
+        leaves = (node.variable for g in groups if "grads" not in g for node in g["params"])
+        named = [(recording.names.tensor(leaf), leaf) for leaf in leaves]
+        chosen = [(name, leaf) for name, leaf in named if name is not None]
+        chosen.sort(key=lambda entry: (entry[0].root, entry[0].fqn))
+        last = timeline.totals.engine_calls - 1
+        record_gradients(recording, "local", last, timeline.microbatch, chosen)
+
+    # Waits.
+
+    def _prepared(self, wait: _Wait, operations: Any) -> None:
+        for operation in operations:
+            self._operations[operation] = wait
+
+    def _sent_off(self, operations: Any, works: Any) -> None:
+        waits = [self._operations.pop(operation, None) for operation in operations]
+        if len(works) != len(waits):
+            # One for all of them, which the backend coalesced.
+            every = [wait for wait in waits if wait is not None]
+            for work in works:
+                self._works[work] = every
+            return
+        for work, wait in zip(works, waits, strict=True):
+            if wait is not None:
+                self._works[work] = [wait]
+
+    def _waited(self, recording: Recording, waits: list[_Wait], start: int) -> None:
+        end = recording.timeline.now()
+        for wait in waits:
+            kind, stage_index, microbatch = wait
+            if kind.startswith("receive"):
+                self._received.setdefault(wait, []).append((start, end))
+            elif _is_recorded(recording):
+                self._write(recording, stage_index, microbatch, kind, start, end)
+
+    def _write_received(self, recording: Recording, action: Action) -> None:
+        if action.stage_index is None or action.kind is None:
+            return
+        kind = "receive_activations" if action.kind == FORWARD else "receive_gradients"
+        waits = self._received.pop((kind, action.stage_index, action.microbatch), ())
+        for start, end in waits:
+            self._write(recording, action.stage_index, action.microbatch, kind, start, end)
+
+    def _write(
+        self,
+        recording: Recording,
+        stage_index: int | None,
+        microbatch: int,
+        kind: str,
+        start: int,
+        end: int,
+        *rest: Any,
+    ) -> None:
+        if self._counted_step != recording.timeline.step:
+            self._counted_step = recording.timeline.step
+            self._counts.clear()
+        key = (stage_index, microbatch, kind)
+        occurrence = self._counts[key]
+        self._counts[key] += 1
+        error, received, sent = rest or (None, None, None)
+        recording.rows.stage_event(
+            stage_index, microbatch, kind, occurrence, start, end, error, received, sent
+        )
+
+
+def _is_recorded(recording: Recording) -> bool:
+    return recording.timeline.is_recorded and recording.settings.records("params")
+
+
+def _given(owner: Any, microbatch: int) -> Any:
+    """The gradients that a stage has for the one before it: zeros where it has none, as torch sends them."""
+    gradients = owner.bwd_cache.get(microbatch)
+    described = getattr(owner, "_get_grad_send_meta", None)
+    if gradients is None or owner.is_first or described is None:
+        return gradients
+    given = list(gradients)
+    for index, gradient in enumerate(given):
+        meta = None
+        if gradient is None:
+            with contextlib.suppress(Exception):  # torch will say so itself
+                meta = described(index)
+        if meta is not None:
+            with unseen():
+                given[index] = torch.zeros(meta.shape, dtype=meta.dtype)
+    return given
+
+
+def _buffers(owner: Any, what: str, microbatch: int) -> list[Any] | None:
+    """What a stage has received for a microbatch: `args` or `grad`."""
+    infos = getattr(owner, f"{what}_recv_info", {}).get(microbatch, ())
+    return [getattr(info, "buffer", None) for info in infos]
+
+
+never_compiled(PipelineSource)

@@ -1,0 +1,330 @@
+"""Torch's three backward functions of a stage, called directly, and stages of a job's own pipeline."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import _backward, stage
+
+# Imported by name before any recording begins, as a job would that is recorded by `start`.
+from torch.distributed.pipelining._backward import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+
+import gradtrace_recorder
+from gradtrace_recorder.imports import AfterImport
+from gradtrace_recorder.sources.pipeline import PipelineSource
+from support.recorded import recording, rows
+from support.twice import both
+
+
+class TwoOutputs(torch.autograd.Function):
+    """A Node with two outputs, whose gradients may be None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, w)
+        return x * w, x + w
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, w = ctx.saved_tensors
+        first, second = gradients
+        dx, dw = torch.zeros_like(x), torch.zeros_like(w)
+        if first is not None:
+            dx, dw = dx + first * w, dw + (first * x).sum(0)
+        if second is not None:
+            dx, dw = dx + second, dw + second.sum(0)
+        return dx, dw
+
+
+class Branches(nn.Module):
+    """`used` of the two outputs of a Node that a parameter hangs on, a tied layer, and a parameter nobody uses."""
+
+    def __init__(self, used: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.tied = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)  # two of its Node's three outputs get no gradient
+        self.idle = nn.Parameter(torch.ones(4))
+        self.used = used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = TwoOutputs.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        mixed = first + second if self.used == 2 else first
+        return self.norm(self.tied(self.tied(mixed).tanh()))  # type: ignore[no-any-return]
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def plain(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
+    """The gradients of the input and of the parameters that a plain backward gives."""
+    model, x = copy.deepcopy(model), x.detach().clone().requires_grad_()
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [x.grad, *gradients_of(model)]
+
+
+def close(got: list[torch.Tensor | None], wanted: list[torch.Tensor | None]) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [mlp, lambda: Branches(1), lambda: Branches(2)],
+    ids=["one gradient each", "partly None", "several"],
+)
+def test_split_backward_gives_what_a_plain_one_gives_ten_times(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    def job(model: nn.Module, watch: Any) -> Any:
+        given = []
+        for _ in range(10):
+            x = torch.randn(3, 4, requires_grad=True)
+            wanted = plain(model, x)
+            model.zero_grad()
+            loss = model(x).square().mean()
+            dinputs, groups = stage_backward_input([loss], None, [x], model.parameters())
+            assert all(p.grad is None for p in model.parameters())
+            assert dinputs[0] is x.grad
+            stage_backward_weight(model.parameters(), groups)
+            close([x.grad, *gradients_of(model)], wanted)
+            given.append([x.grad, *gradients_of(model)])
+        return given
+
+    both(make, job, tmp_path, watched=False)
+    assert rows(
+        tmp_path,
+        "SELECT kind, count(*), count(stage_index), count(DISTINCT microbatch), count(received_norm), count(sent_norm) "
+        "FROM stage_events WHERE kind <> 'backward_full' GROUP BY 1 ORDER BY 1",
+    ) == [("backward_input", 10, 0, 10, 0, 10), ("backward_weight", 10, 0, 10, 0, 0)]
+
+
+def test_accumulated_gradients_of_weight_halves_have_rows(tmp_path: Path) -> None:
+    def job(model: nn.Module, watch: Any) -> Any:
+        for _ in range(3):
+            x = torch.randn(3, 4, requires_grad=True)
+            _, groups = _backward.stage_backward_input(
+                [model(x).sum()], None, [x], model.parameters()
+            )
+            _backward.stage_backward_weight(model.parameters(), groups)
+
+    both(lambda: Branches(2), job, tmp_path, watched=False)
+    found = rows(
+        tmp_path,
+        "SELECT parameter_fqn, count(*), count(DISTINCT fingerprint) FROM gradients WHERE point = 'local' "
+        "GROUP BY 1 ORDER BY 1",
+    )
+    assert [row[:2] for row in found] == [
+        ("norm.bias", 3), ("norm.weight", 3), ("tied.bias", 3), ("tied.weight", 3), ("weight", 3),
+    ]  # fmt: skip
+    assert rows(tmp_path, "SELECT DISTINCT phase FROM node_events ORDER BY 1") == [
+        ("input",), ("weight",),
+    ]  # fmt: skip
+    # The tied layer's two Nodes are one group: what lies between them runs in the weight half too.
+    assert rows(
+        tmp_path,
+        "SELECT string_agg(DISTINCT phase ORDER BY phase) FROM node_events WHERE node_name = 'TanhBackward0'",
+    ) == [("input,weight",)]
+
+
+def test_full_backward_called_directly_has_a_row(tmp_path: Path) -> None:
+    def job(model: nn.Module, watch: Any) -> Any:
+        x = torch.randn(3, 4, requires_grad=True)
+        output = model(x)
+        stage_backward({"out": output}, {"out": torch.ones_like(output)}, [x, None])
+        vars(stage)["stage_backward"](model(x).sum(), None, [x])
+
+    both(mlp, job, tmp_path, watched=False)
+    assert rows(
+        tmp_path,
+        "SELECT stage_index, microbatch, kind, received_numel, sent_numel FROM stage_events ORDER BY record_index",
+    ) == [(None, 0, "backward_full", 12, 12), (None, 1, "backward_full", None, 12)]
+
+
+def own_pipeline(model: nn.Module, watch: Any) -> Any:
+    """Two microbatches through one stage, as a job would that calls the engine itself."""
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for microbatch in range(2):
+        with gradtrace_recorder.stage(3, microbatch, "forward"):
+            x = torch.randn(3, 4, requires_grad=True)
+            kept[microbatch] = x, model(x)
+    parameters = list(model.parameters())
+    for microbatch, (x, output) in kept.items():
+        with gradtrace_recorder.stage(3, microbatch, "backward_input"):
+            torch.autograd.grad(output, x, torch.ones_like(output), retain_graph=True)
+        with gradtrace_recorder.stage(3, microbatch, "backward_weight"):
+            torch.autograd.backward(output, torch.ones_like(output), inputs=parameters)
+
+
+def test_stages_of_an_own_pipeline_have_rows(tmp_path: Path) -> None:
+    both(mlp, own_pipeline, tmp_path, watched=False)
+    assert rows(
+        tmp_path,
+        "SELECT stage_index, microbatch, kind, occurrence FROM stage_events ORDER BY record_index",
+    ) == [
+        (3, 0, "forward", 0), (3, 1, "forward", 0),
+        (3, 0, "backward_input", 0), (3, 0, "backward_weight", 0),
+        (3, 1, "backward_input", 0), (3, 1, "backward_weight", 0),
+    ]  # fmt: skip
+    assert rows(
+        tmp_path,
+        "SELECT DISTINCT stage_index, microbatch, phase FROM node_events ORDER BY ALL",
+    ) == [(3, 0, "input"), (3, 0, "weight"), (3, 1, "input"), (3, 1, "weight")]
+    assert rows(
+        tmp_path,
+        "SELECT microbatch, count(*), max(call_index) FROM module_calls GROUP BY 1 ORDER BY 1",
+    ) == [(0, 4, 0), (1, 4, 0)]
+    assert rows(
+        tmp_path, "SELECT DISTINCT microbatch, point FROM gradients ORDER BY ALL"
+    ) == [(0, "local"), (1, "local")]  # fmt: skip
+
+
+def test_exception_leaves_the_stage_as_it_was_raised_and_the_row_says_so(tmp_path: Path) -> None:
+    with (
+        recording(tmp_path),
+        pytest.raises(KeyError, match="mine"),
+        gradtrace_recorder.stage(0, 5, "forward"),
+    ):
+        raise KeyError("mine")
+    with recording(tmp_path / "b"):
+        with pytest.raises(RuntimeError, match="Failed to run stage backward"):
+            stage_backward(torch.ones(2, requires_grad=True) * 2, torch.ones(3), [])
+        mlp()(torch.ones(1, 4)).sum().backward()
+    assert rows(tmp_path, "SELECT microbatch, kind, error FROM stage_events") == [
+        (5, "forward", "KeyError: 'mine'")
+    ]
+    (found,) = rows(tmp_path / "b", "SELECT kind, error FROM stage_events")
+    assert found[0] == "backward_full" and found[1].startswith("RuntimeError: \n")
+    # Nothing of the action stays.
+    assert rows(tmp_path / "b", "SELECT DISTINCT stage_index, phase FROM node_events") == [
+        (None, "backward")
+    ]
+
+
+class Fails(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ValueError("here")
+
+
+def test_failed_pass_says_in_which_stage_and_microbatch(tmp_path: Path) -> None:
+    with recording(tmp_path):
+        output = Fails.apply(mlp()(torch.ones(1, 4)))  # type: ignore[no-untyped-call]
+        with (
+            pytest.raises(ValueError, match="here"),
+            gradtrace_recorder.stage(2, 1, "backward_full"),
+        ):
+            output.sum().backward()
+    assert rows(
+        tmp_path, "SELECT stage_index, microbatch, exception_type, node_name FROM failures"
+    ) == [(2, 1, "ValueError", "FailsBackward")]
+    assert rows(tmp_path, "SELECT stage_index, microbatch, error FROM stage_events") == [
+        (2, 1, "ValueError: here")
+    ]
+
+
+def test_kind_of_a_stage_is_checked_recorded_or_not(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="backward_full"), gradtrace_recorder.stage(0, 0, "back"):
+        pass
+    with gradtrace_recorder.stage(0, 0, "forward"):
+        pass
+
+
+def test_stop_leaves_every_function_as_it_was(tmp_path: Path) -> None:
+    from torch.distributed.pipelining import schedules
+
+    functions: list[Any] = [
+        stage_backward, stage_backward_input, stage_backward_weight,
+        stage._PipelineStageBase.forward_one_chunk, stage._PipelineStageBase.get_fwd_send_ops,
+        schedules._wait_batch_p2p,
+    ]  # fmt: skip
+    before = [(f.__code__, dict(f.__dict__), inspect.signature(f)) for f in functions]
+    finders = list(sys.meta_path)
+    with recording(tmp_path):
+        assert all(
+            f.__code__ is not code for f, (code, _, _) in zip(functions, before, strict=True)
+        )
+        assert [inspect.signature(f) for f in functions] == [s for _, _, s in before]
+    assert [(f.__code__, dict(f.__dict__), inspect.signature(f)) for f in functions] == before
+    assert sys.meta_path == finders
+
+
+def test_failure_of_ours_is_no_failure_of_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(PipelineSource, "_enter", fails)
+    with recording(tmp_path, strict=False):
+        model = mlp()
+        own_pipeline(model, None)
+        stage_backward(model(torch.ones(1, 4)).sum(), None, [])
+    ((problems,),) = rows(tmp_path, "SELECT problems FROM ranks")
+    assert problems.count("pipeline source failed") == 1
+    assert rows(tmp_path, "SELECT count(*) FROM stage_events") == [(0,)]
+    assert rows(tmp_path, "SELECT count(*) FROM backward_passes") == [(5,)]
+
+
+def test_recording_loads_no_pipelines(tmp_path: Path) -> None:
+    code = (
+        "import gradtrace_recorder, torch, sys; gradtrace_recorder.start(sys.argv[1], strict=True);"
+        "torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward();"
+        "assert not [m for m in sys.modules if 'pipelining' in m];"
+        "from torch.distributed.pipelining._backward import stage_backward;"
+        "x = torch.ones(2, requires_grad=True); stage_backward(x.sum(), None, [x]); gradtrace_recorder.stop();"
+        "assert 'gradtrace' not in str(sys.meta_path)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    assert rows(tmp_path, "SELECT kind FROM stage_events") == [("backward_full",)]
+
+
+def test_import_is_told_once_when_the_module_has_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "awaited_module.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    values: list[int] = []
+    awaited = AfterImport(
+        "awaited_module", lambda: values.append(vars(sys.modules["awaited_module"])["value"])
+    )
+    awaited.arm()
+    awaited.arm()
+    assert sys.meta_path.count(awaited) == 1
+    try:
+        import awaited_module  # type: ignore[import-not-found]
+
+        assert values == [1] and awaited not in sys.meta_path
+        assert "exec_module" not in vars(awaited_module.__spec__.loader)
+        awaited.arm()
+        assert values == [1, 1] and awaited not in sys.meta_path
+    finally:
+        sys.modules.pop("awaited_module", None)
