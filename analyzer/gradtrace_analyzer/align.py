@@ -13,8 +13,10 @@ import duckdb
 
 from gradtrace_analyzer.differences import Change, Difference, changed_gradient, difference
 from gradtrace_analyzer.failures import Failure, one_sided_failures
-from gradtrace_analyzer.links import LINK_TABLES, LINKS, link_of
-from gradtrace_analyzer.pairing import SEEN, STATISTICS, SUSPECTS, differing, digests_agree
+from gradtrace_analyzer.links import LINK_TABLES, LINKS
+from gradtrace_analyzer.opening import Opening, Reading, merged_spread
+from gradtrace_analyzer.pairing import STATISTICS
+from gradtrace_schemas.steps import DIGEST_LINKS
 
 # Rows of one step that are looked at one by one. Far more than any origin needs.
 MOST_DIFFERENCES = 200_000
@@ -26,6 +28,7 @@ class Alignment:
     def __init__(
         self,
         connection: duckdb.DuckDBPyConnection,
+        reading: Reading,
         ranks: Sequence[int],
         unread: Collection[tuple[str, int]] = (),
         *,
@@ -39,20 +42,26 @@ class Alignment:
         step it reached: what is missing at its end is no difference.
         """
         self._connection = connection
+        self._reading = reading
+        self._ranks = ranks
         self._unread = {
             table.table: ", ".join(str(rank) for name, rank in unread if name == table.table)
             for table in LINK_TABLES
         }
-        connection.execute(SEEN.format(ranks=", ".join(map(str, ranks)) or "NULL"))
-        connection.execute(SUSPECTS.format(equal=digests_agree()))
+        self._alone: dict[tuple[str, int, int], int] = {}  # by table, rank and step
+        self._unmatched = unmatched
+        self._torn_ends = torn_ends or {}
+        self._opening = Opening(connection, reading, ranks, self._unread, self._clean)
+
+    def _clean(self) -> None:
+        """Take out of the `differing_` tables what is no difference."""
+        connection = self._connection
         for table in LINK_TABLES:
-            connection.execute(differing(table, self._unread[table.table]))
-        self._alone = {
-            table.table: self._number(
-                f"SELECT count(*) FROM differing_{table.table} WHERE only_in = 'baseline'"
-            )
-            for table in LINK_TABLES
-        }
+            for *place, count in connection.execute(
+                f"SELECT rank, step, count(*) FROM differing_{table.table} "
+                "WHERE only_in = 'baseline' GROUP BY ALL"
+            ).fetchall():
+                self._alone[table.table, place[0], place[1]] = count
         # A gradient of zeros that is carried into a step is none: `zero_grad(set_to_none=False)`.
         connection.execute(
             "DELETE FROM differing_gradients WHERE only_in IS NOT NULL AND key_point = 'carried' "
@@ -70,9 +79,9 @@ class Alignment:
         other = {"baseline": "candidate", "candidate": "baseline"}
         for table in LINK_TABLES:
             name = f"differing_{table.table}"
-            if not unmatched:
+            if not self._unmatched:
                 connection.execute(f"DELETE FROM {name} WHERE only_in IS NOT NULL")
-            for side, ends in (torn_ends or {}).items():
+            for side, ends in self._torn_ends.items():
                 for rank, step in ends.items():
                     connection.execute(
                         f"DELETE FROM {name} WHERE only_in = ? AND rank = ? AND step = ?",
@@ -94,29 +103,45 @@ class Alignment:
 
     def compared(self) -> dict[str, int]:
         """Rows of the baseline that were held against one of the candidate, by table."""
+        uneven = self._connection.execute(
+            "SELECT DISTINCT rank FROM (SELECT rank, step FROM seen WHERE side = 'baseline' "
+            "EXCEPT SELECT rank, step FROM common)"
+        ).fetchall()
+        by_step = {rank for (rank,) in uneven}
         counts = {}
         for table in LINK_TABLES:
-            unread = self._unread[table.table]
-            counts[table.table] = self._number(
-                f"SELECT count(*) FROM baseline.{table.table} SEMI JOIN common USING (rank, step)"
-                + (f" WHERE rank NOT IN ({unread})" if unread else "")
-            )
-            counts[table.table] -= self._alone[table.table]
+            name = table.table
+            unread = {int(rank) for rank in self._unread[name].split(",") if rank}
+            asked = [rank for rank in self._ranks if rank not in unread]
+            whole = [rank for rank in asked if rank not in by_step]
+            counts[name] = sum(self._reading.counts["baseline"].of(name, rank) for rank in whole)
+            rest = ", ".join(str(rank) for rank in asked if rank in by_step)
+            if rest:
+                counts[name] += self._number(
+                    f"SELECT count(*) FROM baseline.{name} t SEMI JOIN common USING (rank, step) "
+                    f"WHERE t.rank IN ({rest})"
+                )
+            counts[name] -= sum(n for (of, _, _), n in self._alone.items() if of == name)
         return counts
 
     def summarised(self) -> bool:
         """Whether both sides have summaries of anything."""
+        some = " OR ".join(f"digest_{link} IS NOT NULL" for link in DIGEST_LINKS)
         return all(
-            any(
-                self._number(
-                    f"SELECT count({table.sides[-1][1]}norm) FROM {side}.{table.table} "
-                    "SEMI JOIN common USING (rank, step)"
-                )
+            self._any(f"{side}.steps", some)
+            or any(
+                self._any(f"{side}.{table.table}", f"{table.sides[-1][1]}norm IS NOT NULL")
                 for table in LINK_TABLES
                 if table.sides
             )
             for side in ("baseline", "candidate")
         )
+
+    def _any(self, table: str, condition: str) -> bool:
+        row = self._connection.execute(
+            f"SELECT 1 FROM {table} SEMI JOIN common USING (rank, step) WHERE {condition} LIMIT 1"
+        ).fetchone()
+        return row is not None
 
     def first_step(self, *, exceeding: bool) -> int | None:
         """The first step with a difference, or with one beyond tolerance.
@@ -161,24 +186,14 @@ class Alignment:
     def spread(self) -> list[dict[str, Any]]:
         """For each rank and link: the first step that differs, how many rows do, the largest error. In the
         order of ranks, steps and the chain."""
-        found = []
+        rows: list[tuple[Any, ...]] = []
         for table in LINK_TABLES:
             point = "key_point" if "point" in table.key else "NULL"
-            rows = self._connection.execute(
-                f"SELECT rank, {point}, min(step), count(*), max(error), bool_or(exceeds) "
-                f"FROM differing_{table.table} GROUP BY ALL"
+            rows += self._connection.execute(
+                f"SELECT rank, '{table.table}', {point}, min(step), count(*), max(error), "
+                f"bool_or(exceeds) FROM differing_{table.table} GROUP BY ALL"
             ).fetchall()
-            found += [
-                {
-                    "rank": rank,
-                    "link": link_of(table.table, name),
-                    "first_step": first,
-                    "row_count": count,
-                    "largest_error": error,
-                    "beyond_tolerance": beyond,
-                }
-                for rank, name, first, count, error, beyond in rows
-            ]
+        found = merged_spread(rows, self._opening.tallies)
         return sorted(found, key=lambda e: (e["rank"], e["first_step"], LINKS.index(e["link"])))
 
     def rng_to_blame(self, step: int) -> set[int]:

@@ -33,7 +33,10 @@ from gradtrace_analyzer.diff import (
 from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.failures import Failure
+from gradtrace_analyzer.footers import row_counts
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
+from gradtrace_analyzer.opening import Reading
+from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
 from gradtrace_analyzer.reports.failures import died_phrase
@@ -63,9 +66,12 @@ def _compared(
     ranks: Sequence[int],
     exact: bool,
 ) -> Answer:
-    unread = {side: lost_rows(connection, side, run) for side, run in runs.items()}
+    with progress("reading how many rows there are"):
+        counts = {side: row_counts(connection, run) for side, run in runs.items()}
+    unread = {side: lost_rows(run, counts[side]) for side, run in runs.items()}
     alignment = Alignment(
         connection,
+        Reading(runs, counts),
         ranks,
         [place for places in unread.values() for place in places],
         unmatched=not asked_differently(runs) and not any(map(problems_of, runs.values())),

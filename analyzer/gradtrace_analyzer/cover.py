@@ -8,6 +8,7 @@ from typing import Any
 
 import duckdb
 
+from gradtrace_analyzer.footers import Counts
 from gradtrace_analyzer.links import LINK_TABLES
 from gradtrace_analyzer.run import Run, ranks_phrase, spans
 
@@ -151,18 +152,13 @@ def torn_ends(connection: duckdb.DuckDBPyConnection, side: str, run: Run) -> dic
     return found
 
 
-def lost_rows(connection: duckdb.DuckDBPyConnection, side: str, run: Run) -> list[tuple[str, int]]:
+def lost_rows(run: Run, counts: Counts) -> list[tuple[str, int]]:
     """(table, rank) of which rows that were recorded are not there any more: lost or damaged parts."""
     found = {(d.part.table, d.part.rank) for d in run.damaged}
     for table in ("steps", *(table.table for table in LINK_TABLES)):
-        counts = dict(
-            connection.execute(
-                f"SELECT rank, count(*) FROM {side}.{table} GROUP BY rank"
-            ).fetchall()
-        )
         for rank, info in run.ranks.items():
             recorded = (info.facts.get("recorded") or {}).get(table, 0)
-            if info.is_complete and counts.get(rank, 0) < recorded:
+            if info.is_complete and counts.of(table, rank) < recorded:
                 found.add((table, rank))
     return sorted(found)
 

@@ -1,10 +1,12 @@
 """The SQL that pairs the rows of two runs and keeps the pairs that differ.
 
 It runs on a connection with the schemas `baseline` and `candidate`. What it leaves are temporary tables:
-`step_start`, `seen`, `common`, `suspects`, and one `differing_<table>` for each link table.
+`seen`, `common`, `opened`, `step_start`, and one `differing_<table>` for each link table.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from gradtrace_analyzer.links import LinkTable
 from gradtrace_analyzer.tolerance import tolerance, tolerance_sql
@@ -12,31 +14,83 @@ from gradtrace_schemas.steps import DIGEST_LINKS
 
 STATISTICS = ("numel", "dtype", "norm", "abs_max", "sum", "nan_count", "inf_count", "sketch")
 
-SEEN = """
-CREATE TEMP TABLE step_start AS
-SELECT side, rank, step, min(record_index) AS first FROM (
-    SELECT 'baseline' AS side, rank, step, record_index FROM baseline.parameters
-    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.inputs
-    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.backward_passes
-    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.module_calls
-    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.node_events
-    UNION ALL SELECT 'baseline', rank, step, record_index FROM baseline.steps
-    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.parameters
-    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.inputs
-    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.backward_passes
-    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.module_calls
-    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.node_events
-    UNION ALL SELECT 'candidate', rank, step, record_index FROM candidate.steps
-) WHERE rank IN ({ranks}) GROUP BY ALL;
-CREATE TEMP TABLE seen AS SELECT side, rank, step FROM step_start;
-CREATE TEMP TABLE common AS
-SELECT rank, step FROM seen WHERE side = 'baseline'
-INTERSECT SELECT rank, step FROM seen WHERE side = 'candidate';
-"""
+# Tables that have rows of every step that anything was recorded of.
+_OF_EVERY_STEP = (
+    "parameters",
+    "inputs",
+    "backward_passes",
+    "module_calls",
+    "node_events",
+    "steps",
+)
+SIDES = ("baseline", "candidate")
 
-# Steps of a rank whose digests do not prove them equal. Losses and groups are in no digest: they are few.
+
+def seen(closed: Mapping[str, Sequence[int]], others: Mapping[str, Sequence[int]]) -> str:
+    """The statements that make `seen` and `common`: of ranks that are `closed` the table `steps` names all steps."""
+    selects = [
+        f"SELECT '{side}' AS side, rank, step FROM {side}.{table} WHERE rank IN ({_numbers(ranks)})"
+        for side in SIDES
+        for ranks, tables in ((closed[side], ("steps",)), (others[side], _OF_EVERY_STEP))
+        for table in tables
+        if ranks
+    ]
+    union = " UNION ".join([*selects, "SELECT '', 0, 0 WHERE false"])
+    return f"""
+        CREATE TEMP TABLE seen AS {union};
+        CREATE TEMP TABLE common AS
+        SELECT rank, step FROM seen WHERE side = 'baseline'
+        INTERSECT SELECT rank, step FROM seen WHERE side = 'candidate';
+    """
+
+
+def opened(pairs: Collection[tuple[int, int]]) -> str:
+    """The statements that make `step_start` of these (rank, step): where each begins in its rank's record."""
+    selects = " UNION ALL ".join(
+        f"SELECT '{side}' AS side, rank, step, record_index FROM {side}.{table} t WHERE {within(pairs)}"
+        for side in SIDES
+        for table in _OF_EVERY_STEP
+    )
+    return f"""
+        CREATE OR REPLACE TEMP TABLE step_start AS
+        SELECT side, rank, step, min(record_index) AS first
+        FROM ({selects}) SEMI JOIN opened USING (rank, step) GROUP BY ALL;
+    """
+
+
+def within(pairs: Collection[tuple[int, int]]) -> str:
+    """A condition on `t` that these (rank, step) fulfil: with it, parts and row groups are not even opened."""
+    if not pairs:
+        return "false"
+    steps = [step for _, step in pairs]
+    ranks = _numbers(sorted({rank for rank, _ in pairs}))
+    return f"t.rank IN ({ranks}) AND t.step BETWEEN {min(steps)} AND {max(steps)}"
+
+
+def other_values(table: LinkTable) -> str:
+    """The (rank, step) whose rows of a table do not have the same values on both sides, in the same order.
+
+    Fingerprints are in digests; a loss, a learning rate or a hook's name is not. The names of a bucket's parameters
+    are left out: buckets of another size or order are no difference.
+    """
+    key = [k for k in table.key if k != "parameter_fqns"]
+    columns = ", ".join(dict.fromkeys(["rank", "step", *key, *table.values]))
+    rows = {
+        side: f"SELECT {columns} FROM {side}.{table.table} SEMI JOIN common USING (rank, step)"
+        for side in SIDES
+    }
+    a, b = rows["baseline"], rows["candidate"]
+    return (
+        f"SELECT rank, step FROM (({a} EXCEPT ALL {b}) UNION ALL ({b} EXCEPT ALL {a})) GROUP BY ALL"
+    )
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+# Steps of a rank whose digests do not prove them equal.
 SUSPECTS = """
-CREATE TEMP TABLE suspects AS
 SELECT rank, step FROM common ANTI JOIN (
     SELECT rank, step FROM baseline.steps b JOIN candidate.steps c USING (rank, step) WHERE {equal}
 ) equal USING (rank, step)
@@ -51,15 +105,14 @@ def digests_agree() -> str:
     return f"({some}) AND {same}"
 
 
-def differing(table: LinkTable, unread: str) -> str:
+def differing(table: LinkTable, unread: str, pairs: Collection[tuple[int, int]]) -> str:
     """The statement that makes `differing_<table>`: pairs that differ, and rows without a partner.
 
-    `unread` are the ranks to leave out, as a SQL list without brackets.
+    `unread` are the ranks to leave out, as a SQL list without brackets; `pairs` is what the table `opened` holds.
     """
     name = table.table
     # A Node that was running when its rank was killed gave nothing yet that could differ.
     whole = "t.outcome IS DISTINCT FROM 'running'" if name == "node_events" else "true"
-    limit = "common" if table.values else "suspects"
     key = ", ".join(table.key)
 
     scales = "".join(
@@ -71,9 +124,9 @@ def differing(table: LinkTable, unread: str) -> str:
         return (
             f"SELECT t.*, s.first{scales}, row_number() OVER (PARTITION BY t.rank, t.step, {key} "
             f"ORDER BY t.record_index) AS nth FROM {schema}.{name} t "
-            f"SEMI JOIN {limit} USING (rank, step) JOIN step_start s "
+            f"SEMI JOIN opened USING (rank, step) JOIN step_start s "
             f"ON s.side = '{schema}' AND s.rank = t.rank AND s.step = t.step"
-            f" WHERE t.rank NOT IN ({unread or -1}) AND {whole}"
+            f" WHERE {within(pairs)} AND t.rank NOT IN ({unread or -1}) AND {whole}"
         )
 
     on = " AND ".join(f"b.{k} IS NOT DISTINCT FROM c.{k}" for k in table.key)
@@ -120,7 +173,7 @@ def differing(table: LinkTable, unread: str) -> str:
         f"greatest({', '.join([*errors, 'NULL'])}) AS error",
     ]
     return (
-        f"CREATE TEMP TABLE differing_{name} AS WITH b AS ({side('baseline')}), "
+        f"CREATE OR REPLACE TEMP TABLE differing_{name} AS WITH b AS ({side('baseline')}), "
         f"c AS ({side('candidate')}) SELECT {', '.join(columns)} FROM b FULL OUTER JOIN c "
         f"ON b.rank = c.rank AND b.step = c.step AND b.nth = c.nth AND {on} "
         f"WHERE b.rank IS NULL OR c.rank IS NULL OR {' OR '.join(differs)}"
@@ -139,15 +192,16 @@ _LOSS_EXCEEDS = (
 
 
 # A gradient this much smaller than its step's largest may be rounding alone (a bias in front of a batch norm).
-_NOISE_FLOOR = 0.01
+NOISE_FLOOR = 0.01
+SCALED_TABLES = ("gradients", "node_events")
 
 
 def _share(table: LinkTable, role: str, p: str) -> str:
     """What part of the noise floor a gradient's norm is, at most 1: its relative error is judged by it."""
-    if table.table not in ("gradients", "node_events"):
+    if table.table not in SCALED_TABLES:
         return "1"
     norm = f"greatest(b.{p}norm, c.{p}norm)"
-    floor = f"({_NOISE_FLOOR} * greatest(b.{role}_scale, c.{role}_scale))"
+    floor = f"({NOISE_FLOOR} * greatest(b.{role}_scale, c.{role}_scale))"
     return f"least(1, {norm} / nullif({floor}, 0))"
 
 

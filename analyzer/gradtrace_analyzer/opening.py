@@ -1,0 +1,300 @@
+"""Which steps of which ranks a comparison opens, so that what it reads and holds does not grow with the run.
+
+Digests come first: steps that they prove equal are never opened. Where more is left than fits, the sieve reads it
+through and proposes the steps that matter: the first that differs, the first beyond tolerance, the first with a
+value that is not finite. Only these are opened as tables that lie in memory; what the others hold is counted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+
+from gradtrace_analyzer.footers import Counts
+from gradtrace_analyzer.links import LINK_TABLES, link_of
+from gradtrace_analyzer.pairing import (
+    SIDES,
+    SUSPECTS,
+    differing,
+    digests_agree,
+    opened,
+    other_values,
+    seen,
+)
+from gradtrace_analyzer.progress import progress
+from gradtrace_analyzer.run import Run
+from gradtrace_analyzer.sieve import Sieved, Tally, sieved
+
+Place = tuple[int, int]  # (rank, step)
+
+# Rows of both sides that are opened at once without looking first: they take about 100 MB.
+MOST_ROWS = 250_000
+
+# What steps are counted in, whose rows are too many to be kept: per rank, step and table a few numbers.
+_TALLY = (
+    "SELECT rank, {point}, step, count(*), max(error), bool_or(exceeds), {nonfinite} "
+    "FROM differing_{table} GROUP BY ALL"
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The two runs as they are read: `counts` are the rows of each side's parts and journals."""
+
+    runs: Mapping[str, Run]
+    counts: Mapping[str, Counts]
+
+    def closed(self, side: str, ranks: Iterable[int]) -> list[int]:
+        """The ranks whose steps are all named by `steps`: they ended by themselves and lost nothing."""
+        run, counts = self.runs[side], self.counts[side]
+        damaged = {d.part.rank for d in run.damaged}
+        return [
+            rank
+            for rank in ranks
+            if run.ranks[rank].is_complete
+            and rank not in damaged
+            and rank not in run.journals
+            and not any((run.ranks[rank].facts.get("dropped") or {}).values())
+            and counts.of("steps", rank) > 0
+            and counts.of("steps", rank)
+            == (run.ranks[rank].facts.get("recorded") or {}).get("steps")
+        ]
+
+    def paths(self, side: str, table: str, rank: int) -> list[str]:
+        """The parts that hold a rank's rows of a table."""
+        return [part.path for part in self.runs[side].parts[table].get(rank, ())]
+
+
+class Opening:
+    """Makes `seen`, `common` and, of the steps that matter, `opened`, `step_start` and the `differing_` tables.
+
+    `clean` is called whenever these were made anew, before anything is counted in them. `tallies` are those of the
+    steps that differ and are not opened.
+    """
+
+    def __init__(
+        self,
+        connection: duckdb.DuckDBPyConnection,
+        reading: Reading,
+        ranks: Sequence[int],
+        unread: Mapping[str, str],
+        clean: Callable[[], None],
+    ) -> None:
+        self._connection, self._reading, self._unread, self._clean = (
+            connection,
+            reading,
+            unread,
+            clean,
+        )
+        closed = {side: reading.closed(side, ranks) for side in SIDES}
+        others = {side: [r for r in ranks if r not in set(closed[side])] for side in SIDES}
+        with progress("reading which steps there are"):
+            connection.execute(seen(closed, others))
+            suspects = self._suspects()
+        self.tallies: list[Tally] = []
+        if self._rows(suspects) <= MOST_ROWS:
+            self._open(suspects)
+        else:
+            self._open_what_matters(suspects)
+
+    def _suspects(self) -> set[Place]:
+        """The steps that may differ."""
+        queries = [SUSPECTS.format(equal=digests_agree())]
+        queries += [other_values(table) for table in LINK_TABLES if table.values]
+        return {place for query in queries for place in self._connection.execute(query).fetchall()}
+
+    def _rows(self, places: Collection[Place]) -> int:
+        """About how many rows these steps have, on both sides together."""
+        steps: dict[int, int] = {}
+        for rank, _ in places:
+            steps[rank] = steps.get(rank, 0) + 1
+        return round(
+            sum(
+                counts.of(table.table, rank) * some / max(1, counts.of("steps", rank) or some)
+                for counts in self._reading.counts.values()
+                for table in LINK_TABLES
+                for rank, some in steps.items()
+            )
+        )
+
+    def _open(self, places: Collection[Place]) -> None:
+        """Make the tables of these steps alone."""
+        self._connection.execute("CREATE OR REPLACE TEMP TABLE opened (rank INTEGER, step INTEGER)")
+        for portion in _portions(sorted(places), 10_000):
+            values = ", ".join(f"({rank}, {step})" for rank, step in portion)
+            self._connection.execute(f"INSERT INTO opened VALUES {values}")
+        self._connection.execute(opened(places))
+        for table in LINK_TABLES:
+            self._connection.execute(differing(table, self._unread[table.table], places))
+        self._clean()
+
+    def _open_what_matters(self, suspects: set[Place]) -> None:
+        by_step: dict[int, list[Place]] = {}
+        for place in suspects:
+            by_step.setdefault(place[1], []).append(place)
+        tallies, unpaired = self._sieved(suspects)
+        with progress("pairing the steps in which names or order differ", len(unpaired)) as count:
+            for portion in self._loads(sorted(unpaired, key=lambda place: (place[1], place[0]))):
+                self._open(portion)
+                tallies += self._tallied()
+                count(len(portion))
+
+        def first(is_meant: Callable[[Tally], bool]) -> set[int]:
+            return set(sorted({t.step for t in tallies if is_meant(t)})[:1])
+
+        chosen = first(lambda t: True) | first(lambda t: t.nonfinite)
+        self._open([place for step in chosen for place in by_step[step]])
+        # Whether a step is beyond tolerance is judged where it is opened: the tally only proposes it.
+        proposed = sorted({t.step for t in tallies if _counts_as_exceeding(t)} - chosen)
+        if not self._any_exceeds():
+            for step in proposed:
+                self._open(by_step[step])
+                if self._any_exceeds():
+                    chosen.add(step)
+                    break
+                tallies = [t for t in tallies if t.step != step] + self._tallied()
+            if proposed:
+                self._open([place for step in chosen for place in by_step[step]])
+        self.tallies = [t for t in tallies if t.step not in chosen]
+
+    def _any_exceeds(self) -> bool:
+        return any(
+            self._connection.execute(
+                f"SELECT 1 FROM differing_{table.table} WHERE exceeds LIMIT 1"
+            ).fetchone()
+            for table in LINK_TABLES
+            if table.table != "parameters"
+        )
+
+    def _sieved(self, suspects: set[Place]) -> tuple[list[Tally], set[Place]]:
+        """(tallies of the steps that pair by place, the steps that must be paired row by row)."""
+        steps: dict[int, set[int]] = {}
+        for rank, step in suspects:
+            steps.setdefault(rank, set()).add(step)
+        row = self._connection.execute("SELECT min(step) FROM common").fetchone()
+        first = row[0] if row is not None else 0
+        by_hand = {r for side in self._reading.runs.values() for r in side.journals}
+        by_hand |= {
+            int(rank)
+            for ranks in self._unread.values()
+            for rank in ranks.split(",")
+            if rank.strip()
+        }
+
+        def sift(rank: int) -> Sieved:
+            if rank in by_hand:
+                return Sieved(rank, [], set(steps[rank]))
+            parts = {
+                table.table: (
+                    self._reading.paths("baseline", table.table, rank),
+                    self._reading.paths("candidate", table.table, rank),
+                )
+                for table in LINK_TABLES
+            }
+            return sieved(rank, parts, frozenset(steps[rank]), first)
+
+        tallies: list[Tally] = []
+        unpaired: set[Place] = set()
+        with (
+            progress("comparing ranks", len(steps)) as count,
+            ThreadPoolExecutor(min(len(steps), _threads())) as pool,
+        ):
+            try:
+                for found in pool.map(sift, sorted(steps)):
+                    tallies += found.tallies
+                    unpaired |= {(found.rank, step) for step in found.unpaired}
+                    count(1)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        with progress("comparing losses and optimizer settings"):
+            tallies += self._values_apart(suspects - unpaired)
+        return [t for t in tallies if (t.rank, t.step) not in unpaired], unpaired
+
+    def _values_apart(self, places: set[Place]) -> list[Tally]:
+        """Of the tables without summaries, which have few rows a step, the tallies of all steps."""
+        found: list[Tally] = []
+        names = [table for table in LINK_TABLES if not table.sides]
+        for portion in _portions(sorted(places), 50_000):
+            self._connection.execute(
+                "CREATE OR REPLACE TEMP TABLE opened (rank INTEGER, step INTEGER)"
+            )
+            values = ", ".join(f"({rank}, {step})" for rank, step in portion)
+            self._connection.execute(f"INSERT INTO opened VALUES {values}")
+            self._connection.execute(
+                "CREATE OR REPLACE TEMP TABLE step_start AS "
+                "SELECT side, rank, step, 0::BIGINT AS first FROM seen SEMI JOIN opened USING (rank, step)"
+            )
+            for table in names:
+                self._connection.execute(differing(table, self._unread[table.table], portion))
+            found += self._tallied(names)
+        return found
+
+    def _tallied(self, tables: Sequence[Any] = LINK_TABLES) -> list[Tally]:
+        found = []
+        for table in tables:
+            nonfinite = " OR ".join(
+                f"coalesce(({role}_b_{s} > 0) <> ({role}_c_{s} > 0), false)"
+                for role, _ in table.sides
+                for s in ("nan_count", "inf_count")
+            )
+            query = _TALLY.format(
+                point="key_point" if "point" in table.key else "NULL",
+                table=table.table,
+                nonfinite=f"bool_or({nonfinite})" if nonfinite else "false",
+            )
+            for rank, point, step, rows, error, exceeds, is_apart in self._connection.execute(
+                query
+            ).fetchall():
+                found.append(
+                    Tally(rank, table.table, point, step, rows, error, exceeds, bool(is_apart))
+                )
+        return found
+
+    def _loads(self, places: Sequence[Place]) -> Iterator[list[Place]]:
+        """The steps in portions that may be open at once."""
+        each = max(1, self._rows(places) // max(1, len(places)))
+        yield from _portions(places, max(1, MOST_ROWS // each))
+
+
+def merged_spread(
+    rows: Iterable[tuple[Any, ...]], tallies: Iterable[Tally]
+) -> list[dict[str, Any]]:
+    """Of each rank and link the first step, the number of rows and the largest error, over both."""
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    told = [
+        *rows,
+        *((t.rank, t.table, t.point, t.step, t.rows, t.largest_error, t.exceeds) for t in tallies),
+    ]
+    for rank, table, point, step, count, error, exceeds in told:
+        link = link_of(table, point)
+        entry = found.setdefault(
+            (rank, link),
+            {"rank": rank, "link": link, "first_step": step, "row_count": 0, "largest_error": None,
+             "beyond_tolerance": False},
+        )  # fmt: skip
+        entry["first_step"] = min(entry["first_step"], step)
+        entry["row_count"] += count
+        known = [e for e in (entry["largest_error"], error) if e is not None]
+        entry["largest_error"] = max(known, default=None)
+        entry["beyond_tolerance"] = bool(entry["beyond_tolerance"] or exceeds)
+    return list(found.values())
+
+
+def _counts_as_exceeding(tally: Tally) -> bool:
+    """Parameters are not judged by tolerance (`Alignment.first_step`)."""
+    return tally.exceeds and tally.table != "parameters"
+
+
+def _portions(places: Sequence[Place], size: int) -> Iterator[list[Place]]:
+    for start in range(0, len(places), size):
+        yield list(places[start : start + size])
+
+
+def _threads() -> int:
+    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)

@@ -1,0 +1,383 @@
+"""Which steps of a large pair of runs must be opened row by row, and a tally of those that need not be.
+
+Where two runs differ in their last bits everywhere, every row of both must be read, but few of them must be looked
+at. Here each rank's parts are read a row group at a time, and rows are paired by their place in the step: the
+pairing proper (`pairing.py`) gives the same where all keys agree, which is checked. A step in which they do not is
+`unpaired` and left to it; so is one with summaries that are not whole. What is held in memory is two row groups of
+each side per thread, however many steps there are.
+
+The judgement is that of `pairing.differing`, on arrays: a step is told of as beyond tolerance here before it is
+opened there, and the spread over steps that are never opened is counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gradtrace_analyzer.links import LINK_TABLES, LinkTable
+from gradtrace_analyzer.pairing import NOISE_FLOOR, SCALED_TABLES
+from gradtrace_analyzer.tolerance import tolerance
+
+Array = npt.NDArray[Any]
+
+# Those with summaries; the others are few rows, whose values are compared where they lie.
+SIEVED = tuple(t for t in LINK_TABLES if t.sides)
+
+_STATISTICS = ("fingerprint", "norm", "nan_count", "inf_count", "numel", "dtype", "sketch")
+
+
+@dataclass
+class Tally:
+    """The rows of one step, table and point of a rank that differ."""
+
+    rank: int
+    table: str
+    point: str | None
+    step: int
+    rows: int
+    largest_error: float | None
+    exceeds: bool
+    nonfinite: bool
+
+
+@dataclass
+class Sieved:
+    """What the sieve found of one rank: the steps it tallied, and those that it could not pair."""
+
+    rank: int
+    tallies: list[Tally] = field(default_factory=list)
+    unpaired: set[int] = field(default_factory=set)
+
+
+def sieved(
+    rank: int,
+    parts: Mapping[str, tuple[Sequence[str], Sequence[str]]],
+    steps: frozenset[int],
+    first_step: int,
+) -> Sieved:
+    """What the parts of a rank, by table and side, hold in these steps. `first_step` is the first of both runs."""
+    found = Sieved(rank)
+    for table in SIEVED:
+        sides = parts.get(table.table)
+        if sides is None or not any(sides):
+            continue
+        for chosen, blocks in _blocks(table, sides, steps):
+            if blocks is None:
+                found.unpaired |= chosen
+            else:
+                _judge(found, table, *blocks, first_step)
+    # A step that does not pair in one table is looked at in all.
+    found.tallies = [t for t in found.tallies if t.step not in found.unpaired]
+    return found
+
+
+def _columns(table: LinkTable) -> list[str]:
+    return list(
+        dict.fromkeys(
+            [
+                "step",
+                *table.key,
+                *(p + s for _, p in table.sides for s in _STATISTICS),
+                *table.values,
+            ]
+        )
+    )
+
+
+def _blocks(
+    table: LinkTable, sides: tuple[Sequence[str], Sequence[str]], steps: frozenset[int]
+) -> Iterator[tuple[set[int], tuple[pa.Table, pa.Table] | None]]:
+    """Both sides' rows of the same whole steps, in turn; without rows where their numbers are not the same."""
+    readers = [_whole_steps(_columns(table), paths, steps) for paths in sides]
+    held: list[pa.Table | None] = [next(reader, None) for reader in readers]
+    while held[0] is not None or held[1] is not None:
+        a, b = held
+        if a is None or b is None:
+            left = a if a is not None else b
+            assert left is not None
+            yield set(np.unique(_numbers(left, "step")).tolist()), None
+            held = [next(reader, None) if side is not None else None
+                    for reader, side in zip(readers, held, strict=True)]  # fmt: skip
+            continue
+        of_a, of_b = _numbers(a, "step"), _numbers(b, "step")
+        last = min(of_a[-1], of_b[-1])
+        cuts = [int(np.searchsorted(s, last, side="right")) for s in (of_a, of_b)]
+        yield from _same_steps(a.slice(0, cuts[0]), b.slice(0, cuts[1]))
+        for n, (side, cut) in enumerate(zip((a, b), cuts, strict=True)):
+            rest = side.slice(cut)
+            held[n] = rest if len(rest) else next(readers[n], None)
+
+
+def _same_steps(
+    a: pa.Table, b: pa.Table
+) -> Iterator[tuple[set[int], tuple[pa.Table, pa.Table] | None]]:
+    of_a, of_b = _numbers(a, "step"), _numbers(b, "step")
+    if np.array_equal(of_a, of_b):
+        yield set(), (a, b)
+        return
+    for step in np.union1d(of_a, of_b).tolist():
+        (a0, a1), (b0, b1) = (np.searchsorted(s, [step, step + 1]).tolist() for s in (of_a, of_b))
+        if a1 - a0 == b1 - b0:
+            yield set(), (a.slice(a0, a1 - a0), b.slice(b0, b1 - b0))
+        else:
+            yield {step}, None
+
+
+def _whole_steps(
+    columns: Sequence[str], paths: Sequence[str], steps: frozenset[int]
+) -> Iterator[pa.Table]:
+    """The rows of these steps, in tables that end where a step does; steps go up within a rank's parts."""
+    rest: pa.Table | None = None
+    for path in paths:
+        with pq.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            names = [name for name in columns if name in schema.names]
+            texts = [n for n in names if pa.types.is_string(schema.field(n).type)]
+        with pq.ParquetFile(path, read_dictionary=texts) as file:
+            for number in range(file.num_row_groups):
+                bounds = _bounds(file.metadata.row_group(number))
+                if bounds is not None and not any(bounds[0] <= s <= bounds[1] for s in steps):
+                    continue
+                rows = file.read_row_group(number, columns=names, use_threads=False)
+                if rest is not None:
+                    rows = pa.concat_tables([rest, rows], promote_options="permissive")
+                numbers = _numbers(rows, "step")
+                start = int(np.searchsorted(numbers, numbers[-1]))
+                rest = rows.slice(start)
+                if start:
+                    yield from _chosen(rows.slice(0, start), steps)
+    if rest is not None:
+        yield from _chosen(rest, steps)
+
+
+def _bounds(group: Any) -> tuple[int, int] | None:
+    for number in range(group.num_columns):
+        column = group.column(number)
+        if column.path_in_schema == "step":
+            statistics = column.statistics
+            return (statistics.min, statistics.max) if statistics is not None else None
+    return None
+
+
+def _chosen(rows: pa.Table, steps: frozenset[int]) -> Iterator[pa.Table]:
+    numbers = _numbers(rows, "step")
+    wanted = np.isin(numbers, np.fromiter(steps, np.int64, len(steps)))
+    if wanted.all():
+        yield rows
+    elif wanted.any():
+        yield rows.filter(pa.array(wanted))
+
+
+def _judge(found: Sieved, table: LinkTable, a: pa.Table, b: pa.Table, first_step: int) -> None:
+    steps = _numbers(a, "step")
+    starts = np.flatnonzero(np.r_[True, steps[1:] != steps[:-1]])
+    odd = ~_equal_rows(a, b, table.key)
+    differs = np.zeros(len(steps), bool)
+    exceeds = np.zeros(len(steps), bool)
+    nonfinite = np.zeros(len(steps), bool)
+    errors = np.full(len(steps), -1.0)
+    for _, prefix in table.sides:
+        sides = [_Side(rows, prefix) for rows in (a, b)]
+        apart = _differing(sides)
+        if not apart.any():
+            continue
+        odd |= apart & ~(sides[0].whole & sides[1].whole)
+        nans = np.zeros(len(steps), bool)
+        for count in ("nan_count", "inf_count"):
+            of_a, of_b = (_numbers(rows, prefix + count) for rows in (a, b))
+            nans |= of_a != of_b
+            nonfinite |= apart & ((of_a > 0) != (of_b > 0))
+        error, width = _relative_errors(sides, apart & ~odd)
+        odd |= apart & ~width
+        judged = error
+        if table.table in SCALED_TABLES:
+            judged = error * _shares(sides, starts, len(steps))
+        allowed = _allowed(sides, steps - first_step)
+        differs |= apart
+        exceeds |= apart & (nans | ~(judged <= allowed))
+        errors = np.where(apart & ~nans, np.maximum(errors, error), errors)
+    for value in table.values:
+        unequal = ~_equal_rows(a, b, (value,))
+        differs |= unequal
+        exceeds |= unequal
+    ends = np.r_[starts[1:], len(steps)]
+    points = _texts(a, "point") if "point" in table.key else None
+    for place in np.flatnonzero(np.logical_or.reduceat(differs | odd, starts)).tolist():
+        rows = slice(int(starts[place]), int(ends[place]))
+        step = int(steps[rows.start])
+        if odd[rows].any():
+            found.unpaired.add(step)
+            continue
+        names: list[str | None] = [None]
+        if points is not None:
+            names = np.unique(points[rows]).tolist()
+        for name in names:
+            mine = differs[rows] if points is None else differs[rows] & (points[rows] == name)
+            count = int(mine.sum())
+            if count:
+                largest = float(errors[rows][mine].max())
+                found.tallies.append(
+                    Tally(
+                        found.rank,
+                        table.table,
+                        name,
+                        step,
+                        count,
+                        largest if largest >= 0 else None,
+                        bool(exceeds[rows][mine].any()),
+                        bool(nonfinite[rows][mine].any()),
+                    )
+                )
+
+
+class _Side:
+    """One side's summaries of one role, as arrays."""
+
+    def __init__(self, rows: pa.Table, prefix: str) -> None:
+        self.rows, self.prefix = rows, prefix
+        self.fingerprint, self.has_fingerprint = _values(rows, prefix + "fingerprint")
+        self.norm, has_norm = _values(rows, prefix + "norm")
+        self.numel = _numbers(rows, prefix + "numel")
+        self.whole = self.has_fingerprint & has_norm
+        # Norms alone are compared in more columns than are read here.
+        self.has_norms_alone = has_norm & ~self.has_fingerprint
+
+
+def _differing(sides: Sequence[_Side]) -> npt.NDArray[np.bool_]:
+    a, b = sides
+    both = a.has_fingerprint & b.has_fingerprint
+    unequal = both & (a.fingerprint != b.fingerprint)
+    other = (a.has_fingerprint != b.has_fingerprint) | (a.numel != b.numel)
+    return np.asarray(unequal | (~both & (other | a.has_norms_alone | b.has_norms_alone)))
+
+
+def _relative_errors(
+    sides: Sequence[_Side], where: npt.NDArray[np.bool_]
+) -> tuple[Array, npt.NDArray[np.bool_]]:
+    """(of each row, the distance of its sketches over the larger norm; whether both have a sketch of one width)."""
+    (a, has_a), (b, has_b) = (_sketches(s.rows, f"{s.prefix}sketch") for s in sides)
+    count = len(where)
+    if a.shape[1] != b.shape[1]:
+        return np.zeros(count), np.zeros(count, bool)
+    apart = np.subtract(a, b, dtype=np.float64)
+    distance = np.sqrt(np.einsum("ij,ij->i", apart, apart))
+    larger = np.maximum(sides[0].norm, sides[1].norm)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = np.where(larger == 0, 0.0, distance / larger)
+    return error, np.asarray(has_a & has_b | ~where)
+
+
+def _shares(sides: Sequence[_Side], starts: Array, count: int) -> Array:
+    """What part of the noise floor a gradient's norm is, at most 1; as `pairing` has it."""
+    lengths = np.diff(np.r_[starts, count])
+    scales = [np.maximum.reduceat(np.where(side.whole, side.norm, 0.0), starts) for side in sides]
+    floor = np.repeat(NOISE_FLOOR * np.maximum(*scales), lengths)
+    norm = np.maximum(sides[0].norm, sides[1].norm)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(floor > 0, np.minimum(1.0, norm / floor), 1.0)
+
+
+def _allowed(sides: Sequence[_Side], steps_before: Array) -> Array:
+    allowed = np.zeros(len(steps_before))
+    for side in sides:
+        codes, names = _codes(side.rows, f"{side.prefix}dtype")
+        units = np.array([*(tolerance(name, 0) for name in names), 0.0])
+        allowed = np.maximum(allowed, units[codes])
+    return np.asarray(allowed * (steps_before + 1))
+
+
+def _equal_rows(a: pa.Table, b: pa.Table, columns: Sequence[str]) -> npt.NDArray[np.bool_]:
+    equal = np.ones(len(a), bool)
+    for name in columns:
+        if (name in a.column_names) != (name in b.column_names):
+            return np.zeros(len(a), bool)
+        if name not in a.column_names:
+            continue
+        type = a.schema.field(name).type
+        if pa.types.is_dictionary(type):
+            (of_a, names), (of_b, others) = _codes(a, name), _codes(b, name)
+            if names == others:
+                equal &= of_a == of_b
+            else:
+                place = {text: n for n, text in enumerate(names)}
+                moved = np.array([*(place.get(text, -2) for text in others), len(names)])
+                equal &= of_a == moved[of_b]
+        elif pa.types.is_list(type):
+            if not a.column(name).equals(b.column(name)):
+                rows = zip(a.column(name).to_pylist(), b.column(name).to_pylist(), strict=True)
+                equal &= np.fromiter((x == y for x, y in rows), bool, len(a))
+        else:
+            (of_a, has_a), (of_b, has_b) = _values(a, name), _values(b, name)
+            equal &= (has_a == has_b) & ((of_a == of_b) | ~has_a)
+    return equal
+
+
+def _array(rows: pa.Table, name: str) -> Any:
+    column = rows.column(name)
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _values(rows: pa.Table, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
+    """(values, whether there is one), without a copy where none is null."""
+    array = _array(rows, name)
+    kind = array.type.to_pandas_dtype()
+    count, offset = len(array), array.offset
+    valid, data = array.buffers()
+    if pa.types.is_boolean(array.type):
+        values = _bits(data, offset, count)
+    else:
+        width = np.dtype(kind).itemsize
+        values = np.frombuffer(data, kind, count, offset * width)
+    if not array.null_count:
+        return values, np.ones(count, bool)
+    return values, _bits(valid, offset, count)
+
+
+def _bits(buffer: Any, offset: int, count: int) -> npt.NDArray[np.bool_]:
+    packed = np.frombuffer(buffer, np.uint8)
+    return np.unpackbits(packed, bitorder="little")[offset : offset + count].astype(bool)
+
+
+def _numbers(rows: pa.Table, name: str) -> Array:
+    """An integer column, -1 where it is null."""
+    values, has = _values(rows, name)
+    return values if has.all() else np.where(has, values, -1)
+
+
+def _codes(rows: pa.Table, name: str) -> tuple[Array, list[str]]:
+    """(each row's place among the texts, the texts); a null is the place behind the last."""
+    column = rows.column(name)
+    if column.num_chunks > 1:
+        column = column.unify_dictionaries()
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    names: list[str] = array.dictionary.to_pylist()
+    codes, has = _values(pa.table({"codes": array.indices}), "codes")
+    return (codes if has.all() else np.where(has, codes, len(names))), names
+
+
+def _texts(rows: pa.Table, name: str) -> Array:
+    codes, names = _codes(rows, name)
+    return np.array([*names, ""], object)[codes]
+
+
+def _sketches(rows: pa.Table, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
+    """(a row of lanes each, whether there is one). All have as many lanes as the first, or count as absent."""
+    array = _array(rows, name)
+    count = len(array)
+    offsets = np.frombuffer(array.buffers()[1], np.int32, count + 1, 4 * array.offset)
+    flat, _ = _values(pa.table({"flat": array.values}), "flat")
+    lengths = np.diff(offsets)
+    lanes = int(lengths.max(initial=0))
+    if (lengths == lanes).all():
+        return flat[offsets[0] : offsets[-1]].reshape(count, lanes), np.ones(count, bool)
+    has = lengths == lanes
+    made = np.zeros((count, lanes), flat.dtype)
+    made[has] = flat[(offsets[:-1][has][:, None] + np.arange(lanes))]
+    return made, has
