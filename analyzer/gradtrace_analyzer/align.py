@@ -15,11 +15,12 @@ from gradtrace_analyzer.differences import Change, Difference, changed_gradient,
 from gradtrace_analyzer.failures import Failure, one_sided_failures
 from gradtrace_analyzer.links import LINK_TABLES, LINKS
 from gradtrace_analyzer.opening import Opening, Reading, merged_spread
-from gradtrace_analyzer.pairing import STATISTICS
+from gradtrace_analyzer.pairing import SIDES, STATISTICS
 from gradtrace_schemas.steps import DIGEST_LINKS
 
-# Rows of one step that are looked at one by one. Far more than any origin needs.
-MOST_DIFFERENCES = 200_000
+# Rows of one step that are looked at one by one. Where more differ, of each rank and table the first ones are, in
+# program order, and the first of those beyond tolerance and of those that read nothing that differs.
+MOST_DIFFERENCES = 20_000
 
 
 class Alignment:
@@ -160,10 +161,22 @@ class Alignment:
     def differences_at(self, step: int) -> list[Difference]:
         """All differences of one step, in program order within each rank."""
         found: list[Difference] = []
+        crowd = sum(
+            self._number(f"SELECT count(*) FROM differing_{table.table} WHERE step = ?", [step])
+            for table in LINK_TABLES
+        )
+        most = max(20, MOST_DIFFERENCES // (3 * len(self._ranks)))
         for table in LINK_TABLES:
+            reads = "reads_differs" if table.reads is not None else "false"
+            ordinal = "row_number() OVER (PARTITION BY rank, {} ORDER BY place)"
             cursor = self._connection.execute(
-                f"SELECT * FROM differing_{table.table} WHERE step = ? ORDER BY place "
-                f"LIMIT {MOST_DIFFERENCES}",
+                f"SELECT * FROM differing_{table.table} WHERE step = ?"
+                + (
+                    f" QUALIFY {ordinal.format('0')} <= {most} OR {ordinal.format(reads)} <= {most} "
+                    f"OR {ordinal.format('exceeds')} <= {most}"
+                    if crowd > MOST_DIFFERENCES
+                    else ""
+                ),
                 [step],
             )
             names = [column[0] for column in cursor.description or ()]
@@ -331,13 +344,19 @@ class Alignment:
             ("module", "module_calls", "module_fqn"),
             ("parameter", "parameters", "parameter_fqn"),
         ):
-            for side, other in (("baseline", "candidate"), ("candidate", "baseline")):
-                rows = self._connection.execute(
-                    f"SELECT DISTINCT {column} FROM {side}.{table} SEMI JOIN common USING (rank, step) "
-                    f"EXCEPT SELECT DISTINCT {column} FROM {other}.{table} "
-                    f"SEMI JOIN common USING (rank, step) ORDER BY 1"
-                ).fetchall()
-                found += [{"kind": kind, "name": name, "only_in": side} for (name,) in rows]
+            names = {
+                side: {
+                    name
+                    for (name,) in self._connection.execute(
+                        f"SELECT DISTINCT {column} FROM {side}.{table} "
+                        "SEMI JOIN common USING (rank, step)"
+                    ).fetchall()
+                }
+                for side in SIDES
+            }
+            for side, other in (SIDES, SIDES[::-1]):
+                lone = sorted(names[side] - names[other])
+                found += [{"kind": kind, "name": name, "only_in": side} for name in lone]
         return found
 
     def _number(self, query: str, parameters: Sequence[Any] = ()) -> Any:

@@ -10,7 +10,6 @@ import os
 import pkgutil
 import sys
 import traceback
-from importlib.metadata import version
 from typing import Any, NoReturn
 
 import click
@@ -88,7 +87,7 @@ def is_of_damage(error: Exception) -> bool:
 
 
 @click.group(cls=Analyzer)
-@click.version_option(version("gradtrace"), prog_name="analyzer")
+@click.version_option(package_name="gradtrace", prog_name="analyzer")
 def analyzer() -> None:
     """Finds where two recorded training runs part, and answers questions about them.
 

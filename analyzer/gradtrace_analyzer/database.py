@@ -96,7 +96,7 @@ def _opened(memory_limit: str | None) -> duckdb.DuckDBPyConnection:
             "autoload_known_extensions": "false",
             # Else a query's unknown table may turn out to be a variable of this program.
             "python_enable_replacements": "false",
-            "threads": str(min(_usable_cores(), _MOST_THREADS)),
+            "threads": str(min(usable_cores(), _MOST_THREADS)),
             # The default is `.tmp` in the working directory. Made when it is needed, removed on closing.
             "temp_directory": os.path.join(
                 tempfile.gettempdir(), f"gradtrace-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -112,7 +112,8 @@ def _opened(memory_limit: str | None) -> duckdb.DuckDBPyConnection:
     return connection
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """How many processors this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -7,7 +7,6 @@ value that is not finite. Only these are opened as tables that lie in memory; wh
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import duckdb
 
+from gradtrace_analyzer.database import usable_cores
 from gradtrace_analyzer.footers import Counts
 from gradtrace_analyzer.links import LINK_TABLES, link_of
 from gradtrace_analyzer.pairing import (
@@ -28,7 +28,7 @@ from gradtrace_analyzer.pairing import (
 )
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.run import Run
-from gradtrace_analyzer.sieve import Sieved, Tally, sieved
+from gradtrace_analyzer.tally import Sieved, Tally
 
 Place = tuple[int, int]  # (rank, step)
 
@@ -124,14 +124,19 @@ class Opening:
 
     def _open(self, places: Collection[Place]) -> None:
         """Make the tables of these steps alone."""
-        self._connection.execute("CREATE OR REPLACE TEMP TABLE opened (rank INTEGER, step INTEGER)")
-        for portion in _portions(sorted(places), 10_000):
-            values = ", ".join(f"({rank}, {step})" for rank, step in portion)
-            self._connection.execute(f"INSERT INTO opened VALUES {values}")
+        self._name_opened(places)
         self._connection.execute(opened(places))
         for table in LINK_TABLES:
             self._connection.execute(differing(table, self._unread[table.table], places))
         self._clean()
+
+    def _name_opened(self, places: Collection[Place]) -> None:
+        columns = [[place[n] for place in places] for n in (0, 1)]
+        self._connection.execute(
+            "CREATE OR REPLACE TEMP TABLE opened AS "
+            "SELECT unnest(?::INTEGER[]) AS rank, unnest(?::INTEGER[]) AS step",
+            columns,
+        )
 
     def _open_what_matters(self, suspects: set[Place]) -> None:
         by_step: dict[int, list[Place]] = {}
@@ -166,18 +171,19 @@ class Opening:
         return any(
             self._connection.execute(
                 f"SELECT 1 FROM differing_{table.table} WHERE exceeds LIMIT 1"
-            ).fetchone()
+            ).fetchall()
             for table in LINK_TABLES
             if table.table != "parameters"
         )
 
     def _sieved(self, suspects: set[Place]) -> tuple[list[Tally], set[Place]]:
         """(tallies of the steps that pair by place, the steps that must be paired row by row)."""
+        from gradtrace_analyzer.sieve import sieved  # loads what reads Parquet, which few need
+
         steps: dict[int, set[int]] = {}
         for rank, step in suspects:
             steps.setdefault(rank, set()).add(step)
-        row = self._connection.execute("SELECT min(step) FROM common").fetchone()
-        first = row[0] if row is not None else 0
+        [(first,)] = self._connection.execute("SELECT min(step) FROM common").fetchall()
         by_hand = {r for side in self._reading.runs.values() for r in side.journals}
         by_hand |= {
             int(rank)
@@ -221,11 +227,7 @@ class Opening:
         found: list[Tally] = []
         names = [table for table in LINK_TABLES if not table.sides]
         for portion in _portions(sorted(places), 50_000):
-            self._connection.execute(
-                "CREATE OR REPLACE TEMP TABLE opened (rank INTEGER, step INTEGER)"
-            )
-            values = ", ".join(f"({rank}, {step})" for rank, step in portion)
-            self._connection.execute(f"INSERT INTO opened VALUES {values}")
+            self._name_opened(portion)
             self._connection.execute(
                 "CREATE OR REPLACE TEMP TABLE step_start AS "
                 "SELECT side, rank, step, 0::BIGINT AS first FROM seen SEMI JOIN opened USING (rank, step)"
@@ -297,4 +299,4 @@ def _portions(places: Sequence[Place], size: int) -> Iterator[list[Place]]:
 
 
 def _threads() -> int:
-    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+    return min(8, usable_cores())

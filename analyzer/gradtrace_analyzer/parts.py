@@ -11,9 +11,6 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from gradtrace_schemas import ALL_TABLES, layout
 
 _MAGIC = b"PAR1"
@@ -78,6 +75,9 @@ def last_record(parts: Iterable[Part]) -> int:
     Reads each part's footer. One that cannot be read holds nothing: what the journal still has of it is not there
     twice.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq  # takes a while, and most runs left no journal
+
     newest = 0
     for part in parts:
         try:

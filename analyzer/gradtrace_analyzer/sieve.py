@@ -13,7 +13,6 @@ opened there, and the spread over steps that are never opened is counted here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ import pyarrow.parquet as pq
 
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.pairing import NOISE_FLOOR, SCALED_TABLES
+from gradtrace_analyzer.tally import Sieved, Tally
 from gradtrace_analyzer.tolerance import tolerance
 
 Array = npt.NDArray[Any]
@@ -31,29 +31,6 @@ Array = npt.NDArray[Any]
 SIEVED = tuple(t for t in LINK_TABLES if t.sides)
 
 _STATISTICS = ("fingerprint", "norm", "nan_count", "inf_count", "numel", "dtype", "sketch")
-
-
-@dataclass
-class Tally:
-    """The rows of one step, table and point of a rank that differ."""
-
-    rank: int
-    table: str
-    point: str | None
-    step: int
-    rows: int
-    largest_error: float | None
-    exceeds: bool
-    nonfinite: bool
-
-
-@dataclass
-class Sieved:
-    """What the sieve found of one rank: the steps it tallied, and those that it could not pair."""
-
-    rank: int
-    tallies: list[Tally] = field(default_factory=list)
-    unpaired: set[int] = field(default_factory=set)
 
 
 def sieved(
@@ -146,9 +123,15 @@ def _whole_steps(
                 if bounds is not None and not any(bounds[0] <= s <= bounds[1] for s in steps):
                     continue
                 rows = file.read_row_group(number, columns=names, use_threads=False)
-                if rest is not None:
-                    rows = pa.concat_tables([rest, rows], promote_options="permissive")
                 numbers = _numbers(rows, "step")
+                if rest is not None:
+                    # The step that the last row group ended in: the only rows that are copied.
+                    head = int(np.searchsorted(numbers, _numbers(rest, "step")[0], side="right"))
+                    rest = pa.concat_tables([rest, rows.slice(0, head)]).combine_chunks()
+                    rows, numbers = rows.slice(head), numbers[head:]
+                    if not len(rows):
+                        continue
+                    yield from _chosen(rest, steps)
                 start = int(np.searchsorted(numbers, numbers[-1]))
                 rest = rows.slice(start)
                 if start:
@@ -207,34 +190,30 @@ def _judge(found: Sieved, table: LinkTable, a: pa.Table, b: pa.Table, first_step
         unequal = ~_equal_rows(a, b, (value,))
         differs |= unequal
         exceeds |= unequal
-    ends = np.r_[starts[1:], len(steps)]
-    points = _texts(a, "point") if "point" in table.key else None
-    for place in np.flatnonzero(np.logical_or.reduceat(differs | odd, starts)).tolist():
-        rows = slice(int(starts[place]), int(ends[place]))
-        step = int(steps[rows.start])
-        if odd[rows].any():
-            found.unpaired.add(step)
-            continue
-        names: list[str | None] = [None]
-        if points is not None:
-            names = np.unique(points[rows]).tolist()
-        for name in names:
-            mine = differs[rows] if points is None else differs[rows] & (points[rows] == name)
-            count = int(mine.sum())
-            if count:
-                largest = float(errors[rows][mine].max())
-                found.tallies.append(
-                    Tally(
-                        found.rank,
-                        table.table,
-                        name,
-                        step,
-                        count,
-                        largest if largest >= 0 else None,
-                        bool(exceeds[rows][mine].any()),
-                        bool(nonfinite[rows][mine].any()),
-                    )
+    numbers = steps[starts]
+    strange = np.logical_or.reduceat(odd, starts)
+    found.unpaired |= set(numbers[strange].tolist())
+    codes, points = _codes(a, "point") if "point" in table.key else (None, [])
+    for code, point in enumerate(points) if codes is not None else [(0, None)]:
+        mine = differs if codes is None else differs & (codes == code)
+        counts = np.add.reduceat(mine, starts, dtype=np.int64)
+        largest = np.maximum.reduceat(np.where(mine, errors, -1.0), starts)
+        beyond = np.logical_or.reduceat(mine & exceeds, starts)
+        apart = np.logical_or.reduceat(mine & nonfinite, starts)
+        for place in np.flatnonzero(counts).tolist():
+            error = float(largest[place])
+            found.tallies.append(
+                Tally(
+                    found.rank,
+                    table.table,
+                    point,
+                    int(numbers[place]),
+                    int(counts[place]),
+                    error if error >= 0 else None,
+                    bool(beyond[place]),
+                    bool(apart[place]),
                 )
+            )
 
 
 class _Side:
@@ -360,11 +339,6 @@ def _codes(rows: pa.Table, name: str) -> tuple[Array, list[str]]:
     names: list[str] = array.dictionary.to_pylist()
     codes, has = _values(pa.table({"codes": array.indices}), "codes")
     return (codes if has.all() else np.where(has, codes, len(names))), names
-
-
-def _texts(rows: pa.Table, name: str) -> Array:
-    codes, names = _codes(rows, name)
-    return np.array([*names, ""], object)[codes]
 
 
 def _sketches(rows: pa.Table, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:

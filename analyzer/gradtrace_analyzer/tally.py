@@ -1,0 +1,28 @@
+"""How much of a step differs, where its rows are counted and not kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Tally:
+    """The rows of one step, table and point of a rank that differ."""
+
+    rank: int
+    table: str
+    point: str | None
+    step: int
+    rows: int
+    largest_error: float | None
+    exceeds: bool
+    nonfinite: bool
+
+
+@dataclass
+class Sieved:
+    """What the sieve found of one rank: the steps it tallied, and those that it could not pair."""
+
+    rank: int
+    tallies: list[Tally] = field(default_factory=list)
+    unpaired: set[int] = field(default_factory=set)
