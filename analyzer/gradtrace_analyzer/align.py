@@ -16,7 +16,6 @@ from gradtrace_analyzer.failures import Failure, one_sided_failures
 from gradtrace_analyzer.links import LINK_TABLES, LINKS
 from gradtrace_analyzer.opening import Opening, Reading, merged_spread
 from gradtrace_analyzer.pairing import SIDES, STATISTICS
-from gradtrace_schemas.steps import DIGEST_LINKS
 
 # Rows of one step that are looked at one by one. Where more differ, of each rank and table the first ones are, in
 # program order, and the first of those beyond tolerance and of those that read nothing that differs.
@@ -127,22 +126,21 @@ class Alignment:
 
     def summarised(self) -> bool:
         """Whether both sides have summaries of anything."""
-        some = " OR ".join(f"digest_{link} IS NOT NULL" for link in DIGEST_LINKS)
         return all(
-            self._any(f"{side}.steps", some)
-            or any(
+            any(
                 self._any(f"{side}.{table.table}", f"{table.sides[-1][1]}norm IS NOT NULL")
                 for table in LINK_TABLES
                 if table.sides
             )
-            for side in ("baseline", "candidate")
+            for side in SIDES
         )
 
     def _any(self, table: str, condition: str) -> bool:
-        row = self._connection.execute(
-            f"SELECT 1 FROM {table} SEMI JOIN common USING (rank, step) WHERE {condition} LIMIT 1"
-        ).fetchone()
-        return row is not None
+        return bool(
+            self._connection.execute(
+                f"SELECT 1 FROM {table} SEMI JOIN common USING (rank, step) WHERE {condition} LIMIT 1"
+            ).fetchall()
+        )
 
     def first_step(self, *, exceeding: bool) -> int | None:
         """The first step with a difference, or with one beyond tolerance.

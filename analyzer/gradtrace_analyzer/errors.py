@@ -33,3 +33,7 @@ class NoFlight(GradtraceError):
 
 class BadQuery(GradtraceError):
     """The SQL of a person is refused, or cannot be answered."""
+
+
+class CannotWrite(GradtraceError):
+    """A file that was asked for cannot be written."""

@@ -11,8 +11,12 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.database import connect
+from gradtrace_analyzer.footers import Counts, row_counts
+from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.run import Run, spans
+from gradtrace_schemas import ALL_TABLES
 from gradtrace_schemas.journal import JOURNAL_TABLES
+from gradtrace_schemas.steps import STEPS
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,12 @@ class Inventory:
 
 def inventory(run: Run) -> Inventory:
     """Everything that `analyzer info` says of a run. Reads the footers of its parts and its `steps`."""
-    with connect([run]) as connection:
-        sizes = tuple(_size(connection, run, table.name) for table in JOURNAL_TABLES)
+    # Every table is asked for its steps where `steps` may lack one.
+    asks_all = run.incomplete_ranks or run.flight_steps is not None or not run.parts["steps"]
+    with connect([run], tables=ALL_TABLES if asks_all else (STEPS,)) as connection:
+        with progress("counting rows"):
+            counts = row_counts(connection, run)
+        sizes = tuple(_size(run, counts, table.name) for table in JOURNAL_TABLES)
         first, last, count = _steps(connection, run, sizes)
         flight = _flight_spans(connection, sizes) if run.flight_steps is not None else None
         recorder_ns, step_ns = _row(
@@ -86,11 +94,11 @@ def _row(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[Any, ...]:
     return row
 
 
-def _size(connection: duckdb.DuckDBPyConnection, run: Run, table: str) -> TableSize:
+def _size(run: Run, counts: Counts, table: str) -> TableSize:
     parts = [part for of_rank in run.parts[table].values() for part in of_rank]
     return TableSize(
         table=table,
-        rows=_row(connection, f"SELECT count(*) FROM {table}")[0],
+        rows=counts.of(table),
         part_count=len(parts),
         size_bytes=sum(part.size_bytes for part in parts),
         journal_rows=sum(len(rows) for rows in run.leftovers.get(table, {}).values()),

@@ -30,6 +30,9 @@ Array = npt.NDArray[Any]
 # Those with summaries; the others are few rows, whose values are compared where they lie.
 SIEVED = tuple(t for t in LINK_TABLES if t.sides)
 
+# Few enough to stay in a processor's cache from being decoded to being judged.
+_ROWS_AT_ONCE = 60000
+
 _STATISTICS = ("fingerprint", "norm", "nan_count", "inf_count", "numel", "dtype", "sketch")
 
 
@@ -118,11 +121,14 @@ def _whole_steps(
             names = [name for name in columns if name in schema.names]
             texts = [n for n in names if pa.types.is_string(schema.field(n).type)]
         with pq.ParquetFile(path, read_dictionary=texts) as file:
-            for number in range(file.num_row_groups):
-                bounds = _bounds(file.metadata.row_group(number))
-                if bounds is not None and not any(bounds[0] <= s <= bounds[1] for s in steps):
-                    continue
-                rows = file.read_row_group(number, columns=names, use_threads=False)
+            groups = [
+                number
+                for number in range(file.num_row_groups)
+                if (bounds := _bounds(file.metadata.row_group(number))) is None
+                or any(bounds[0] <= step <= bounds[1] for step in steps)
+            ]
+            for batch in file.iter_batches(_ROWS_AT_ONCE, groups, names, use_threads=False):
+                rows = pa.Table.from_batches([batch])
                 numbers = _numbers(rows, "step")
                 if rest is not None:
                     # The step that the last row group ended in: the only rows that are copied.
@@ -201,7 +207,7 @@ def _judge(found: Sieved, table: LinkTable, a: pa.Table, b: pa.Table, first_step
         beyond = np.logical_or.reduceat(mine & exceeds, starts)
         apart = np.logical_or.reduceat(mine & nonfinite, starts)
         for place in np.flatnonzero(counts).tolist():
-            error = float(largest[place])
+            most = float(largest[place])
             found.tallies.append(
                 Tally(
                     found.rank,
@@ -209,7 +215,7 @@ def _judge(found: Sieved, table: LinkTable, a: pa.Table, b: pa.Table, first_step
                     point,
                     int(numbers[place]),
                     int(counts[place]),
-                    error if error >= 0 else None,
+                    most if most >= 0 else None,
                     bool(beyond[place]),
                     bool(apart[place]),
                 )

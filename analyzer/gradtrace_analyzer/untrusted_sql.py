@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 
 from gradtrace_analyzer.database import connect, part_paths, path_list
 from gradtrace_analyzer.errors import BadQuery
@@ -34,10 +35,14 @@ _EXPLAIN = re.compile(r"EXPLAIN\b(\s+ANALYZE\b)?(\s*\([^()]*\))?", re.IGNORECASE
 
 @dataclass(frozen=True)
 class Answer:
-    """The columns of a query's answer, and its rows, which are fetched as they are read, once."""
+    """The columns of a query's answer, and its rows, which are fetched as they are read, once.
+
+    `batches` gives the same rows as Arrow record batches instead, with their schema.
+    """
 
     columns: tuple[str, ...]
     rows: Iterator[tuple[Any, ...]]
+    batches: Callable[[], pa.RecordBatchReader]
 
 
 @contextmanager
@@ -45,26 +50,32 @@ def answered(
     runs: Sequence[Run],
     query: str,
     *,
+    parameters: Mapping[str, Any] | None = None,
     memory_limit: str = DEFAULT_MEMORY_LIMIT,
     timeout_s: float | None = None,
 ) -> Iterator[Answer]:
     """The answer to a query over the views of `connect(runs)`, to be read inside the `with`.
 
+    `parameters` are the values of what the query calls `$name`; they are values, whatever they hold.
+
     Raises BadQuery, here or while rows are read, for what is refused, cannot be answered or takes longer than
     `timeout_s` altogether.
     """
     statement = _only_statement(query)
+    values = _bound(statement, parameters or {})
     connection = sealed_connection(runs, memory_limit=memory_limit)
     timer = threading.Timer(timeout_s, connection.interrupt) if timeout_s is not None else None
     try:
-        with _told(timeout_s):
+        with told(timeout_s):
             if timer is not None:
                 timer.start()
             connection.execute("BEGIN TRANSACTION READ ONLY")
-            _require_no_writes(connection, statement)
-            connection.execute(statement)
+            _require_no_writes(connection, statement, values)
+            connection.execute(statement, values)
             columns = tuple(column[0] for column in connection.description or ())
-        yield Answer(columns, _fetched(connection, timeout_s))
+        yield Answer(
+            columns, _fetched(connection, timeout_s), lambda: _reader(connection, timeout_s)
+        )
     finally:
         if timer is not None:
             timer.cancel()
@@ -92,7 +103,7 @@ def sealed_connection(
 
 def _only_statement(query: str, *, kinds: tuple[duckdb.StatementType, ...] = _KINDS) -> str:
     """The text of the one statement that the query is, without comments before it and its semicolon."""
-    with _told(None):
+    with told():
         statements = duckdb.extract_statements(query)
     if not statements:
         raise BadQuery("the query is empty; give one SELECT, such as 'SELECT * FROM steps'")
@@ -109,12 +120,29 @@ def _only_statement(query: str, *, kinds: tuple[duckdb.StatementType, ...] = _KI
     return encoded[tokens[0][0] : ends[0] if ends else None].decode()
 
 
-def _require_no_writes(connection: duckdb.DuckDBPyConnection, statement: str) -> None:
+def _bound(statement: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the names that the statement has, all of them and no others."""
+    names = {str(name) for name in duckdb.extract_statements(statement)[0].named_parameters}
+    missing = sorted(names - set(parameters))
+    if missing:
+        raise BadQuery(
+            f"the query asks for ${' and $'.join(missing)}; give {' '.join(f'-p {n}=VALUE' for n in missing)}"
+        )
+    unknown = sorted(set(parameters) - names)
+    if unknown:
+        known = f"it has ${', $'.join(sorted(names))}" if names else "it has none"
+        raise BadQuery(f"the query has no parameter ${unknown[0]}; {known}")
+    return dict(parameters)
+
+
+def _require_no_writes(
+    connection: duckdb.DuckDBPyConnection, statement: str, values: Mapping[str, Any]
+) -> None:
     explain = _EXPLAIN.match(statement)
     if explain:
         statement = _only_statement(statement[explain.end() :], kinds=_KINDS[:1])
     try:
-        connection.execute(f"EXPLAIN SELECT * FROM (\n{statement}\n)")
+        connection.execute(f"EXPLAIN SELECT * FROM (\n{statement}\n)", dict(values))
     except duckdb.BinderException as error:
         if "must be at the top level" in str(error):
             raise BadQuery(f"a WITH that writes is refused, {_ONLY_READS}") from None
@@ -125,15 +153,23 @@ def _fetched(
     connection: duckdb.DuckDBPyConnection, timeout_s: float | None
 ) -> Iterator[tuple[Any, ...]]:
     while True:
-        with _told(timeout_s):
+        with told(timeout_s):
             rows = connection.fetchmany(_ROWS_AT_ONCE)
         if not rows:
             return
         yield from rows
 
 
+def _reader(connection: duckdb.DuckDBPyConnection, timeout_s: float | None) -> pa.RecordBatchReader:
+    with told(timeout_s):
+        # The older name is of DuckDB 1.
+        read = getattr(connection, "to_arrow_reader", None) or connection.fetch_record_batch
+        reader: pa.RecordBatchReader = read(_ROWS_AT_ONCE)
+    return reader
+
+
 @contextmanager
-def _told(timeout_s: float | None) -> Iterator[None]:
+def told(timeout_s: float | None = None) -> Iterator[None]:
     """DuckDB's errors as sentences for the person who wrote the query."""
     try:
         yield

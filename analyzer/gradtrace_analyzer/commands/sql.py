@@ -1,14 +1,19 @@
-"""`analyzer sql`: a person's own question to the tables."""
+"""`analyzer sql`: a person's own question to the tables, or one of those that come with the analyzer."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
 from gradtrace_analyzer.commands import answer, attempt_option, format_option, opened_runs, tell
+from gradtrace_analyzer.errors import BadQuery
+from gradtrace_analyzer.exports.rows import SUFFIXES, write_rows
+from gradtrace_analyzer.library import NamedQuery, Value, named_queries, named_query, value_of
+from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.reports.tables import Format, rendered
 from gradtrace_analyzer.untrusted_sql import DEFAULT_MEMORY_LIMIT, answered
 
@@ -17,9 +22,24 @@ _MOST_COUNTED = 1_000_000
 
 
 @click.command()
-@click.argument("query_and_runs", nargs=-1, required=True, metavar="[QUERY] RUN...")
+@click.argument("query_and_runs", nargs=-1, metavar="[QUERY | @NAME] RUN...")
 @click.option("-f", "--file", type=click.File(), help="Read the query from a file; - is stdin.")
+@click.option("--list", "is_list", is_flag=True, help="Name the queries that @NAME may be.")
+@click.option(
+    "-p",
+    "--parameter",
+    "given",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="The value of what the query calls $NAME.",
+)
 @format_option
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help=f"Write all rows to a file instead: {', '.join(SUFFIXES)}.",
+)
 @click.option(
     "--limit",
     type=click.IntRange(min=0),
@@ -31,7 +51,10 @@ _MOST_COUNTED = 1_000_000
 def sql(
     query_and_runs: tuple[str, ...],
     file: TextIO | None,
+    is_list: bool,
+    given: tuple[str, ...],
     format: Format,
+    output: Path | None,
     limit: int | None,
     timeout: float | None,
     memory_limit: str,
@@ -43,20 +66,68 @@ def sql(
     SHOW TABLES lists them, DESCRIBE says their columns. The column "run" tells runs apart. The query only
     reads. NaN and infinities are the texts "NaN", "Infinity" and "-Infinity" in JSON and CSV.
     """
+    if is_list:
+        _list(format)
+        return
     query, paths = (file.read(), query_and_runs) if file else _split(query_and_runs)
-    most = limit if limit is not None else _TABLE_ROWS if format == "table" else 0
+    if not paths:
+        raise click.UsageError("Missing argument 'RUN...'.")
+    values = _values(given)
+    if query.startswith("@"):
+        named = named_query(query[1:])
+        query, values = named.sql, {**named.defaults, **values}
+    most = limit if limit is not None else _TABLE_ROWS if format == "table" and not output else 0
     runs = opened_runs(paths, attempt)
-    with answered(runs, query, memory_limit=memory_limit, timeout_s=timeout) as found:
+    with (
+        progress("answering the query"),
+        answered(
+            runs, query, parameters=values, memory_limit=memory_limit, timeout_s=timeout
+        ) as found,
+    ):
+        if output is not None:
+            count = write_rows(output, found, most)
+            tell(f"{count:,} rows written to {output}")
+            return
         answer(rendered(format, found.columns, itertools.islice(found.rows, most or None)))
         if most:
             _tell_the_rest(found.rows, most)
 
 
 def _split(query_and_runs: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    if not query_and_runs:
+        raise click.UsageError("Missing argument 'QUERY', or --list.")
     query, *paths = query_and_runs
-    if not paths:
-        raise click.UsageError("Missing argument 'RUN...'.")
     return query, tuple(paths)
+
+
+def _values(given: tuple[str, ...]) -> dict[str, Value]:
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise BadQuery(f"-p {text!r} is no NAME=VALUE")
+        found[name] = value_of(value)
+    return found
+
+
+def _list(format: Format) -> None:
+    queries = named_queries()
+    rows = [(f"@{q.name}", q.question, _parameters(q)) for q in queries]
+    if format != "table":
+        answer(rendered(format, ("name", "question", "parameters"), rows))
+        return
+    for name, question, parameters in rows:
+        answer([name, f"    {question}", *([f"    {parameters}"] if parameters else [])])
+
+
+def _parameters(query: NamedQuery) -> str:
+    def shown(value: Value) -> str:
+        return "null" if value is None else str(value)
+
+    return "  ".join(
+        f"-p {name}={shown(value)}: {query.about[name].rstrip('.').lower()}."
+        for name, value in query.defaults.items()
+    )
 
 
 def _tell_the_rest(rows: Iterator[tuple[Any, ...]], shown: int) -> None:
