@@ -44,7 +44,7 @@ def connect(
         selects = [
             select
             for number, (run, name) in enumerate(zip(runs, names, strict=True))
-            for select in _selects(connection, run, number, table, f"{_text(name)} AS run, ")
+            for select in _selects(connection, run, number, table, f"{text_literal(name)} AS run, ")
         ]
         _create_view(connection, table, table.name, selects, "CAST(NULL AS VARCHAR) AS run, ")
     return connection
@@ -92,7 +92,7 @@ def part_paths(runs: Iterable[Run]) -> list[str]:
 
 def path_list(paths: Iterable[str]) -> str:
     """Paths as a SQL list."""
-    return f"[{', '.join(map(_text, paths))}]"
+    return f"[{', '.join(map(text_literal, paths))}]"
 
 
 def _opened(memory_limit: str | None) -> duckdb.DuckDBPyConnection:
@@ -113,7 +113,7 @@ def _opened(memory_limit: str | None) -> duckdb.DuckDBPyConnection:
     # Most questions ask several times, and a part's end is a good share of reading a small one.
     connection.execute("SET parquet_metadata_cache = true")
     if memory_limit is not None:
-        connection.execute(f"SET memory_limit = {_text(memory_limit)}")
+        connection.execute(f"SET memory_limit = {text_literal(memory_limit)}")
     connection.execute(f"CREATE SCHEMA {_COPIES}")
     return connection
 
@@ -219,6 +219,6 @@ def _sql_type(type: pa.DataType) -> str:
     }[type]
 
 
-def _text(value: str) -> str:
+def text_literal(value: str) -> str:
     """A SQL literal."""
     return "'" + value.replace("'", "''") + "'"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -164,7 +165,10 @@ def _reader(connection: duckdb.DuckDBPyConnection, timeout_s: float | None) -> p
     with told(timeout_s):
         # The older name is of DuckDB 1.
         read = getattr(connection, "to_arrow_reader", None) or connection.fetch_record_batch
-        reader: pa.RecordBatchReader = read(_ROWS_AT_ONCE)
+        with warnings.catch_warnings():
+            # It recommends another way, which has no transaction and no parameters.
+            warnings.simplefilter("ignore", UserWarning)
+            reader: pa.RecordBatchReader = read(_ROWS_AT_ONCE)
     return reader
 
 
