@@ -21,6 +21,7 @@ from gradtrace_analyzer.errors import GradtraceError
 _CANNOT_TELL = 2
 _INTERRUPTED = 130  # as shells report SIGINT, and SIGPIPE below
 _PIPE_CLOSED = 141
+_INTERRUPTIONS = ("Query interrupted", "")  # click.Abort is a RuntimeError that says nothing
 
 
 class Analyzer(click.Group):
@@ -57,6 +58,12 @@ class Analyzer(click.Group):
         except GradtraceError as error:
             click.echo(f"analyzer: {error}", err=True)
             sys.exit(error.exit_code)
+        except (click.Abort, KeyboardInterrupt, duckdb.InterruptException, RuntimeError) as error:
+            # DuckDB takes the signal of a Ctrl-C for itself, and says so by its message alone.
+            if isinstance(error, RuntimeError) and str(error) not in _INTERRUPTIONS:
+                raise
+            click.echo("analyzer: interrupted", err=True)
+            sys.exit(_INTERRUPTED)
         except (duckdb.Error, UnicodeDecodeError) as error:
             if not is_of_damage(error):
                 raise
@@ -66,8 +73,6 @@ class Analyzer(click.Group):
         except click.ClickException as error:
             error.show()
             sys.exit(_CANNOT_TELL)
-        except (click.Abort, KeyboardInterrupt):
-            sys.exit(_INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
 
 

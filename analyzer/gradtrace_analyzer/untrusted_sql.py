@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +38,12 @@ _EXPLAIN = re.compile(r"EXPLAIN\b(\s+ANALYZE\b)?(\s*\([^()]*\))?", re.IGNORECASE
 class Answer:
     """The columns of a query's answer, and its rows, which are fetched as they are read, once.
 
-    `batches` gives the same rows as Arrow record batches instead, with their schema.
+    `types` are the columns' Arrow types; all are texts where the query explains another.
     """
 
     columns: tuple[str, ...]
+    types: tuple[pa.DataType, ...]
     rows: Iterator[tuple[Any, ...]]
-    batches: Callable[[], pa.RecordBatchReader]
 
 
 @contextmanager
@@ -54,10 +54,12 @@ def answered(
     parameters: Mapping[str, Any] | None = None,
     memory_limit: str = DEFAULT_MEMORY_LIMIT,
     timeout_s: float | None = None,
+    is_typed: bool = False,
 ) -> Iterator[Answer]:
     """The answer to a query over the views of `connect(runs)`, to be read inside the `with`.
 
-    `parameters` are the values of what the query calls `$name`; they are values, whatever they hold.
+    `parameters` are the values of what the query calls `$name`; they are values, whatever they hold. Types are
+    found out only where the answer `is_typed`.
 
     Raises BadQuery, here or while rows are read, for what is refused, cannot be answered or takes longer than
     `timeout_s` altogether.
@@ -72,11 +74,11 @@ def answered(
                 timer.start()
             connection.execute("BEGIN TRANSACTION READ ONLY")
             _require_no_writes(connection, statement, values)
+            types = _types(connection, statement, values) if is_typed else ()
             connection.execute(statement, values)
             columns = tuple(column[0] for column in connection.description or ())
-        yield Answer(
-            columns, _fetched(connection, timeout_s), lambda: _reader(connection, timeout_s)
-        )
+        types = types or (pa.string(),) * len(columns)
+        yield Answer(columns, types, _fetched(connection, timeout_s))
     finally:
         if timer is not None:
             timer.cancel()
@@ -161,15 +163,19 @@ def _fetched(
         yield from rows
 
 
-def _reader(connection: duckdb.DuckDBPyConnection, timeout_s: float | None) -> pa.RecordBatchReader:
-    with told(timeout_s):
-        # The older name is of DuckDB 1.
-        read = getattr(connection, "to_arrow_reader", None) or connection.fetch_record_batch
-        with warnings.catch_warnings():
-            # It recommends another way, which has no transaction and no parameters.
-            warnings.simplefilter("ignore", UserWarning)
-            reader: pa.RecordBatchReader = read(_ROWS_AT_ONCE)
-    return reader
+def _types(
+    connection: duckdb.DuckDBPyConnection, statement: str, values: Mapping[str, Any]
+) -> tuple[pa.DataType, ...]:
+    """Those of the columns, of a look that reads no row: DuckDB's own Arrow output holds all rows at once, and
+    cannot be interrupted."""
+    if _EXPLAIN.match(statement):
+        return ()
+    connection.execute(f"SELECT * FROM (\n{statement}\n) LIMIT 0", dict(values))
+    either: Any = connection
+    read = getattr(either, "to_arrow_table", None) or either.fetch_arrow_table  # DuckDB 2, 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it recommends a way without parameters
+        return tuple(read().schema.types)
 
 
 @contextmanager
@@ -178,8 +184,11 @@ def told(timeout_s: float | None = None) -> Iterator[None]:
     try:
         yield
     except duckdb.InterruptException:
-        after = "" if timeout_s is None else f" after {timeout_s:g} s"
-        raise BadQuery(f"the query was stopped{after}; give it longer with --timeout") from None
+        if timeout_s is None:
+            raise KeyboardInterrupt from None
+        raise BadQuery(
+            f"the query was stopped after {timeout_s:g} s; give it longer with --timeout"
+        ) from None
     except duckdb.PermissionException as error:
         raise BadQuery(
             f"the query is refused, it sees the tables of its runs and nothing else: {_sentence(error)}"

@@ -81,7 +81,12 @@ def sql(
     with (
         progress("answering the query"),
         answered(
-            runs, query, parameters=values, memory_limit=memory_limit, timeout_s=timeout
+            runs,
+            query,
+            parameters=values,
+            memory_limit=memory_limit,
+            timeout_s=timeout,
+            is_typed=output is not None and output.suffix == ".parquet",
         ) as found,
     ):
         if output is not None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import pyarrow as pa
+
 from gradtrace_analyzer.errors import BadQuery
 from gradtrace_analyzer.exports.whole import whole_file
-from gradtrace_analyzer.reports.tables import rendered
-from gradtrace_analyzer.untrusted_sql import Answer, told
+from gradtrace_analyzer.reports.tables import distinct, rendered
+from gradtrace_analyzer.untrusted_sql import Answer
 
 SUFFIXES = (".parquet", ".csv", ".json")
+_ROWS_AT_ONCE = 100_000
 
 
 def write_rows(path: Path, found: Answer, most: int = 0) -> int:
@@ -39,13 +42,17 @@ def write_rows(path: Path, found: Answer, most: int = 0) -> int:
 def _write_parquet(path: Path, found: Answer, most: int) -> int:
     import pyarrow.parquet as pq
 
+    names = distinct(found.columns)
+    schema = pa.schema(list(zip(names, found.types, strict=True)))
+    rows = itertools.islice(found.rows, most or None)
     count = 0
-    reader = found.batches()
-    with told(), pq.ParquetWriter(path, reader.schema, compression="zstd") as writer:
-        for batch in reader:
-            rows = batch.slice(0, most - count) if most else batch
-            writer.write_batch(rows)
-            count += len(rows)
-            if most and count >= most:
-                break
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        while portion := list(itertools.islice(rows, _ROWS_AT_ONCE)):
+            columns = zip(*portion, strict=True)
+            try:
+                arrays = [pa.array(c, t) for c, t in zip(columns, found.types, strict=True)]
+            except pa.ArrowException as error:
+                raise BadQuery(f"a column has no type in Parquet, cast it: {error}") from None
+            writer.write_table(pa.table(arrays, schema=schema))
+            count += len(portion)
     return count

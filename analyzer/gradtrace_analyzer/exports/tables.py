@@ -19,7 +19,7 @@ def write_database(path: Path, runs: Sequence[Run]) -> int:
 
     It needs nothing of ours to be read.
     """
-    with whole_file(path) as temporary, connect(runs) as connection:
+    with whole_file(path, also=".wal") as temporary, connect(runs) as connection:
         connection.execute(f"ATTACH {text_literal(str(temporary))} AS exported")
         total = 0
         with progress("writing tables", len(ALL_TABLES)) as count:

@@ -11,11 +11,18 @@ from gradtrace_analyzer.errors import CannotWrite
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def whole_file(path: Path, also: str = "") -> Iterator[Path]:
     """Where to write what is to lie at `path`; it takes its place when the `with` ends well.
+
+    `also` is the ending of a file that the writer puts beside it for a while.
 
     Raises CannotWrite where the system refuses.
     """
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise CannotWrite(f"{path} cannot be written: there is no folder {folder}")
+    if not os.access(folder, os.W_OK):
+        raise CannotWrite(f"{path} cannot be written: {folder} may not be written to")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
     try:
         try:
@@ -27,3 +34,5 @@ def whole_file(path: Path) -> Iterator[Path]:
             raise CannotWrite(f"{path} cannot be written: {error.strerror or error}") from None
     finally:
         temporary.unlink(missing_ok=True)
+        if also:
+            temporary.with_name(temporary.name + also).unlink(missing_ok=True)

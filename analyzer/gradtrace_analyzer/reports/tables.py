@@ -65,7 +65,7 @@ def table_lines(
 
 def json_lines(columns: Sequence[str], rows: Iterable[Row]) -> Iterator[str]:
     """A list of objects, one a line; a column's second appearance gets `_2` behind its name."""
-    names = _distinct(columns)
+    names = distinct(columns)
     before = "["
     for row in rows:
         yield before + json_text(dict(zip(names, row, strict=True)))
@@ -143,7 +143,8 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _distinct(columns: Sequence[str]) -> list[str]:
+def distinct(columns: Sequence[str]) -> list[str]:
+    """The names, a second appearance with `_2` behind it."""
     seen: Counter[str] = Counter()
     names: list[str] = []
     for column in columns:
