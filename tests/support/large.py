@@ -155,6 +155,7 @@ def _records(
         "node_events": sizes.nodes,
         "gradients": 2 * sizes.modules,
         "buckets": 1,
+        "optimizer_groups": 1,
         "steps": 1,
     }
     made: dict[str, Records] = {}
@@ -212,6 +213,10 @@ def _records(
     buckets["size_bytes"], buckets["launched_ns"] = 4_000_000, buckets["step"] * 50_000_000
     buckets["root"], buckets["module_fqn"] = 0, text("")
     buckets["kind"], buckets["layout_index"] = text("all_reduce"), 0
+    groups = made["optimizer_groups"]
+    groups["optimizer_index"], groups["group_index"], groups["learning_rate"] = 0, 0, 1e-3
+    groups["optimizer_class"], groups["hyperparameters"] = text("AdamW"), text('{"eps": 1e-08}')
+    groups["parameter_fqns"] = text(json.dumps([strings[n] for n in parameters]))
     ends = made["steps"]
     for column, time in (("forward_ns", 9e6), ("backward_ns", 2e7), ("optimizer_ns", 1e6)):
         ends[column] = int(time)

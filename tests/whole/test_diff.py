@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,10 +14,10 @@ import pytest
 
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.batches import write_part
+from support.golden import must_be_golden
 from support.launcher import run_job
 
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "golden"
 FAULT = ("--fault", "wrong-derivative", "--fault-step", "3", "--fault-rank", "1")
 
 
@@ -134,26 +132,4 @@ def test_part_broken_in_its_middle_is_a_sentence(runs: Path, tmp_path: Path) -> 
 def test_output_is_the_golden_one(name: str, arguments: tuple[str, ...], runs: Path) -> None:
     """As a person would read it, sizes, times and versions masked. `scripts/regold` rewrites them."""
     done = analyzer(*arguments, cwd=runs)
-    shown = masked(f"{done.stdout}--- stderr, exit {done.returncode}\n{done.stderr}")
-    path = GOLDEN / f"{name}.txt"
-    if os.environ.get("GRADTRACE_REGOLD"):
-        path.write_text(shown)
-    expected = path.read_text() if path.exists() else ""
-    if shown != expected:
-        path.with_suffix(".actual").write_text(shown)
-    assert shown == expected
-
-
-def masked(text: str) -> str:
-    for pattern, replacement in (
-        (r"\d[\d.,]* ?[kM]?B\b", "<size>"),
-        (r"\d+\.\d+% of", "<share> of"),
-        (r"torch \S+, python [\d.]+, gradtrace [\d.]+", "<versions>"),
-        (r"(hosts +)\S+", r"\1<host>"),
-        (r" +$", ""),
-        # The last digits depend on the processor's own arithmetic.
-        (r"(-?\d\.\d\d)\d*(e[-+]?\d+)", r"\1\2"),
-        (r"(-?\d*\.0*[1-9]\d)\d+", r"\1"),
-    ):
-        text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
-    return re.sub(r"( {2,}|-{3,})", lambda m: m[0][:2], text)
+    must_be_golden(name, done.stdout, done.stderr, done.returncode)

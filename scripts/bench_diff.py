@@ -1,0 +1,82 @@
+"""What the analyzer costs on large runs, as whole processes: wall time, processor time and peak memory.
+
+Part `diff` of scripts/bench. The runs are built under the system's temporary folder and removed at the end;
+GRADTRACE_BENCH_RUNS names a folder to keep them in instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from support.large import Change, Sizes, build_large
+
+CORES = 2
+
+
+def diff() -> None:
+    """Build the runs, and ask of them."""
+    kept = os.environ.get("GRADTRACE_BENCH_RUNS")
+    folder = Path(kept) if kept else Path(tempfile.mkdtemp(prefix="gradtrace-bench-runs-"))
+    try:
+        large = Sizes()
+        base = built(folder, large)
+        print(f"{large.ranks} ranks x {large.steps} steps x {large.nodes:,} Nodes: "
+              f"{large.node_rows:,} rows of node_events a side, {CORES} cores")  # fmt: skip
+        asked("info", [base], "at most 0.3 s")
+        for change, limit in (("one event", "1.0 s, 250 MB"), ("noise", "6 s, 500 MB")):
+            asked(f"diff, {change}", [base, built(folder, large, change, base)], f"at most {limit}")
+        for steps in (50, 100, 200):
+            sizes = Sizes(ranks=8, steps=steps)
+            less = built(folder, sizes)
+            asked(
+                f"diff, noise, 8 ranks, {steps} steps", [less, built(folder, sizes, "noise", less)]
+            )
+        many = Sizes(ranks=1000, steps=2, nodes=60, modules=10)
+        base = built(folder, many)
+        files = sum(1 for _ in base.glob("*/*/*.parquet"))
+        print(f"{many.ranks:,} ranks, {files:,} small files a side")
+        asked("info", [base])
+        for change in ("one event", "noise"):
+            asked(f"diff, {change}", [base, built(folder, many, change, base)])
+    finally:
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def built(folder: Path, sizes: Sizes, change: Change = "nothing", like: Path | None = None) -> Path:
+    """A run, named by everything that it is made of."""
+    size = f"{sizes.ranks}-{sizes.steps}-{sizes.nodes}-{sizes.modules}-{sizes.parts}"
+    return build_large(folder / f"{size}-{change.replace(' ', '-')}", sizes, change, like=like)
+
+
+def asked(name: str, runs: list[Path], limit: str = "") -> None:
+    """The best of three processes: the machine may have other things to do."""
+    command = [sys.executable, "-m", "gradtrace_analyzer", name.split(",")[0], *map(str, runs)]
+    best = (float("inf"), 0.0, 0)
+    cores = sorted(os.sched_getaffinity(0))[:CORES]
+    for _ in range(3):
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            ["taskset", "-c", ",".join(map(str, cores)), *command],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        wall = time.perf_counter() - began
+        if process.returncode not in (0, 1):
+            raise SystemExit(f"{' '.join(command)} left with {process.returncode}")
+        best = min(best, (wall, used.ru_utime + used.ru_stime, used.ru_maxrss))
+    wall, processor, peak = best
+    print(
+        f"  {name:<34} {wall:6.2f} s wall, {processor:6.2f} s of processors, {peak / 1024:5.0f} MB"
+        + (f"   ({limit})" if limit else ""),
+        flush=True,
+    )
