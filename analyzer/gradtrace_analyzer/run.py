@@ -301,7 +301,8 @@ def _notices(
         yield f"{run.path} lacks {ranks_phrase(run.missing_ranks)} of {run.world_size}{because}"
     if run.incomplete_ranks:
         read = sum(len(rows) for by_rank in run.leftovers.values() for rows in by_rank.values())
-        rows = f"; {read:,} rows were read from journals" if read else ""
+        were = "row was" if read == 1 else "rows were"
+        rows = f"; {read:,} {were} read from journals" if read else ""
         repaired = [r for r in run.incomplete_ranks if run.ranks[r].facts.get("left_behind")]
         others = [r for r in run.incomplete_ranks if r not in repaired]
         if repaired:

@@ -58,7 +58,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 CASES = {
     "info": "info clean",
-    "info-csv": "info --format csv clean",
     "info-missing-ranks": "info missing",
     "info-killed": "info killed",
     "info-flight": "info flight",

@@ -25,7 +25,7 @@ def must_be_golden(name: str, out: str, err: str, code: int) -> None:
 def masked(text: str) -> str:
     """The text without what another machine, version or moment changes."""
     for pattern, replacement in (
-        (r"\d[\d.,]* ?[kM]?B\b", "<size>"),
+        (r"\d[\d.,]* ?([kM]?B|bytes)\b", "<size>"),
         (r"\d+\.\d+% of", "<share> of"),
         (r"torch \S+, python [\d.]+, gradtrace [\d.]+", "<versions>"),
         (r"(hosts +)\S+", r"\1<host>"),

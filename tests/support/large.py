@@ -76,11 +76,14 @@ def build_large(
             _link_rank(like, path, rank)
         else:
             jobs.append(rank)
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for _ in pool.map(
-            _build_rank, *zip(*((path, sizes, change, r) for r in jobs), strict=True)
-        ):
-            pass
+    if len(jobs) * sizes.steps <= 500:  # sooner done than other processes are started
+        for rank in jobs:
+            _build_rank(path, sizes, change, rank)
+    else:
+        with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            told = [pool.submit(_build_rank, path, sizes, change, rank) for rank in jobs]
+            for one in told:
+                one.result()
     (path / "built").touch()
     return path
 

@@ -117,7 +117,7 @@ class Timeline:
     ) -> Iterator[Slice]:
         columns = ", ".join([name, *(f"t.{other}" for other in others)])
         for start, end, (text, *values) in self._rows(rank, table, columns, condition):
-            yield Slice(start, end, text, category, _details(others, values))
+            yield Slice(start, end, text or category, category, _details(others, values))
 
     def _buckets(self, rank: int, bucket: int) -> Iterator[Slice]:
         columns = "t.record_index, t.kind, t.step, t.size_bytes, t.ready_ns, len(t.parameter_fqns), t.module_fqn"

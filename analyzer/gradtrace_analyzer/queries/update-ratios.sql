@@ -7,8 +7,12 @@ SELECT
     b.step,
     b.parameter_fqn,
     b.norm AS norm_before,
-    sqrt(list_sum(list_transform(range(1, 17), lambda i:
-        (a.sketch[i] - b.sketch[i]) * (a.sketch[i] - b.sketch[i])))) / nullif(b.norm, 0) AS moved_by,
+    sqrt(
+          power(a.sketch[1] - b.sketch[1], 2) + power(a.sketch[2] - b.sketch[2], 2) + power(a.sketch[3] - b.sketch[3], 2) + power(a.sketch[4] - b.sketch[4], 2)
+        + power(a.sketch[5] - b.sketch[5], 2) + power(a.sketch[6] - b.sketch[6], 2) + power(a.sketch[7] - b.sketch[7], 2) + power(a.sketch[8] - b.sketch[8], 2)
+        + power(a.sketch[9] - b.sketch[9], 2) + power(a.sketch[10] - b.sketch[10], 2) + power(a.sketch[11] - b.sketch[11], 2) + power(a.sketch[12] - b.sketch[12], 2)
+        + power(a.sketch[13] - b.sketch[13], 2) + power(a.sketch[14] - b.sketch[14], 2) + power(a.sketch[15] - b.sketch[15], 2) + power(a.sketch[16] - b.sketch[16], 2)
+    ) / nullif(b.norm, 0) AS moved_by,
     b.fingerprint = a.fingerprint AS is_unmoved
 FROM parameters AS b
 JOIN parameters AS a
