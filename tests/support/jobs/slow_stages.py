@@ -1,9 +1,12 @@
 """Four stages on four ranks, which train with a schedule that splits every backward, once for each variant.
 
 Variants: `even` (nothing is slow), `weight` (what only stage 1's weight half runs), `forward` (a module of stage 2),
-`receive` (activations reach stage 2 late). Each is recorded into a directory of its name.
+`receive` (activations reach stage 2 late). Each is recorded into a directory of its name. In `killed`, which is the
+last, the rank of stage 2 is killed in the weight half of microbatch 3 of step 1.
 """
 
+import os
+import signal
 import sys
 import time
 import warnings
@@ -17,7 +20,7 @@ from torch.nn import functional
 import gradtrace_recorder
 
 MICROBATCHES, WIDTH, SLOW = 8, 32, 0.02
-variant = ""
+variant, weight_halves = "", []
 
 
 class Scaled(torch.autograd.Function):
@@ -31,6 +34,10 @@ class Scaled(torch.autograd.Function):
     def backward(ctx, gradient):
         if variant == "weight" and dist.get_rank() == 1:
             time.sleep(SLOW)
+        if variant == "killed" and dist.get_rank() == 2:
+            weight_halves.append(None)
+            if len(weight_halves) == MICROBATCHES + 4:
+                os.kill(os.getpid(), signal.SIGKILL)
         return gradient
 
 
