@@ -9,9 +9,11 @@ import pytest
 
 from support.commands import asked, told
 from support.launcher import run_job
+from support.recorded import rows
 
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "slow_stages.py"
-STEPS, MICROBATCHES = 10, 8
+STEPS, MICROBATCHES = 11, 8
+RECORDED = [step for step in range(STEPS) if step != 4]
 SLOW_MS = 20
 
 
@@ -69,8 +71,17 @@ def test_slow_receive_is_no_slow_stage(runs: Path) -> None:
 def test_even_pipeline_has_no_slow_link(runs: Path) -> None:
     answer = stages_of(runs / "even")
     assert answer["slow_link"] is None
-    assert answer["steps"] == list(range(1, STEPS))
-    assert {kind["count"] for kind in answer["kinds"]} == {(STEPS - 1) * MICROBATCHES}
+    assert answer["steps"] == RECORDED[1:]
+    assert {kind["count"] for kind in answer["kinds"]} == {len(RECORDED[1:]) * MICROBATCHES}
+
+
+def test_waits_of_a_step_that_is_not_recorded_leave_no_row(runs: Path) -> None:
+    every = len(RECORDED) * MICROBATCHES
+    assert rows(
+        runs / "even",
+        "SELECT kind, count(*), max(occurrence), count(end_ns) FROM stage_events WHERE kind LIKE 'receive%' "
+        "GROUP BY 1 ORDER BY 1",
+    ) == [("receive_activations", 3 * every, 0, 3 * every), ("receive_gradients", 3 * every, 0, 3 * every)]  # fmt: skip
 
 
 @pytest.mark.parametrize(

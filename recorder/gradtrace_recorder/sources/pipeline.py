@@ -176,9 +176,6 @@ class PipelineSource:
         self._enter(recording, action, received, trains=True)
 
         def ended(live: Recording, _: Any, error: BaseException | None) -> None:
-            if is_weight and action.own_half and error is None and not owner.is_first:
-                # Of a first stage torch ran a whole backward, which counts already.
-                live.timeline.weight_half_done()
             sent = None if is_weight or error is not None else _given(owner, microbatch)
             self._leave(live, action, error, sent)
 

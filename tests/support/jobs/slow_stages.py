@@ -1,8 +1,8 @@
 """Four stages on four ranks, which train with a schedule that splits every backward, once for each variant.
 
 Variants: `even` (nothing is slow), `weight` (what only stage 1's weight half runs), `forward` (a module of stage 2),
-`receive` (activations reach stage 2 late). Each is recorded into a directory of its name. In `killed`, which is the
-last, the rank of stage 2 is killed in the weight half of microbatch 3 of step 1.
+`receive` (activations reach stage 2 late). Each is recorded into a directory of its name, but for step 4. In `killed`,
+which is the last, the rank of stage 2 is killed in the weight half of microbatch 3 of step 1.
 """
 
 import os
@@ -91,7 +91,7 @@ dist.irecv = distributed_c10d.irecv = irecv
 dist.init_process_group("gloo")
 out, count, *variants = sys.argv[1:]
 for variant in variants:
-    gradtrace_recorder.start(f"{out}/{variant}", strict=True)
+    gradtrace_recorder.start(f"{out}/{variant}", strict=True, steps="0:4,5:")
     train(int(count))
     gradtrace_recorder.stop()
 dist.destroy_process_group()
