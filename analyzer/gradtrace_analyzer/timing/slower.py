@@ -1,9 +1,9 @@
 """What got slower or faster between two runs: places, judged against the spread within the runs over steps.
 
 With 8 steps or more in each run a rank test decides (Mann and Whitney; chance below one in a thousand, since many
-places are asked about), and the medians must be 5% apart. With fewer, all steps of one run must lie beyond all of the
-other, and the medians three times further apart than the steps of either run among themselves. With fewer than 3
-nothing is said.
+places are asked about), and the medians must be 5% apart. With fewer, the medians must lie three times further apart
+than the steps of either run among themselves, so that no step of one lies among the other's. With fewer than 3 nothing
+is said.
 What makes less than a hundredth of a step, or of a tenth of a millisecond, is not worth a word.
 """
 
@@ -160,12 +160,7 @@ def _change(place: Place, before: Samples, after: Samples, floor_ns: float) -> C
     if min(len(a), len(b)) < FEWEST_STEPS:
         verdict = "no_verdict"
     elif abs(difference) * per_step >= floor_ns and abs(difference) >= SMALLEST_RATIO * median(a):
-        apart = max(min(b) - max(a), min(a) - max(b))
-        is_sure = (
-            apart > 0 and abs(difference) >= RANGES * spread
-            if is_few
-            else _chance(a, b) < CHANCE
-        )  # fmt: skip
+        is_sure = abs(difference) >= RANGES * spread if is_few else _chance(a, b) < CHANCE
         if is_sure:
             verdict = "slower" if difference > 0 else "faster"
     ranks = () if place.rank is None else (place.rank,)
