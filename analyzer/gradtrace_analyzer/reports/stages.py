@@ -38,6 +38,7 @@ _PIPED_WIDTH = 80
 _MOST_LANES = 40
 _MOST_RANKS = 32
 _HEAVY_RECORDER = 0.1
+_ALIKE_SHARES = 0.01
 
 
 def stage_lines(
@@ -70,7 +71,8 @@ def headlines(answer: StageAnswer) -> list[str]:
         said.append(
             f"{upper_first(link.what)} from stage {link.from_stage} reach stage {link.to_stage} "
             f"{ms_text(link.transfer_ns)} after they were made (median of {link.count:,}), against "
-            f"{ms_text(link.other_ns)} between other stages: the sending or receiving is slow, not the stage."
+            f"{ms_text(link.other_ns)} between other stages: what lies between the two is slow (the link, or a rank that waits for its core), "
+            "not the stage."
         )
     said += _idle_text(answer.idle)
     return said
@@ -189,22 +191,23 @@ def _idle_text(idle: Sequence[RankIdle]) -> Iterator[str]:
         return
     most = max(idle, key=lambda own: own.bubble_share)
     least = min(idle, key=lambda own: own.bubble_share)
-    said = (
-        f"Rank {most.rank} is idle {percent_text(most.bubble_share)} of a step"
-        if len(idle) == 1
-        else f"Rank {most.rank} is idle most: {percent_text(most.bubble_share)} of a step (rank {least.rank}, the "
-        f"busiest, {percent_text(least.bubble_share)})"
-    )
-    longest = most.waits[0] if most.waits else None
-    if longest is None or longest.wait_ns < max(most.early_ns, most.other_ns):
-        rest = (
-            "before the others end"
-            if most.early_ns > most.other_ns
-            else "in no wait that was recorded"
+    share, where = percent_text(most.bubble_share), f"Rank {most.rank}"
+    if len(idle) == 1:
+        said = f"{where} is idle {share} of a step"
+    elif most.bubble_share - least.bubble_share < _ALIKE_SHARES:
+        said = f"All ranks are idle alike, {share} of a step"
+    else:
+        said = (
+            f"{where} is idle most: {share} of a step (rank {least.rank}, the busiest, "
+            f"{percent_text(least.bubble_share)})"
         )
-        yield f"{said}, mostly {rest}."
-        return
-    yield f"{said}; {percent_text(longest.share)} it waits for {_waited_text(longest)}."
+    longest = most.waits[0] if most.waits else None
+    if longest is not None and longest.wait_ns >= max(most.early_ns, most.other_ns):
+        yield f"{said}; rank {most.rank} waits {percent_text(longest.share)} for {_waited_text(longest)}."
+    elif most.early_ns > most.other_ns:
+        yield f"{said}; rank {most.rank} mostly because it has done all before the others have."
+    else:
+        yield f"{said}; rank {most.rank} mostly in no wait that was recorded."
 
 
 def _waited_text(wait: Waited) -> str:

@@ -20,7 +20,7 @@ SMALLEST_EXCESS_NS = 100_000
 CHANCE = 0.01
 SMALLEST_TRANSFER_NS = 1_000_000
 _TRANSFERS = 3  # a slow link takes as many times longer than the others
-_FEWEST_TRANSFERS = 8
+_FEWEST_TRANSFERS = 16
 _MAIN_SHARE = 0.5
 
 
