@@ -71,8 +71,8 @@ def headlines(answer: StageAnswer) -> list[str]:
         said.append(
             f"{upper_first(link.what)} from stage {link.from_stage} reach stage {link.to_stage} "
             f"{ms_text(link.transfer_ns)} after they were made (median of {link.count:,}), against "
-            f"{ms_text(link.other_ns)} between other stages: what lies between the two is slow (the link, or a rank that waits for its core), "
-            "not the stage."
+            f"{ms_text(link.other_ns)} between other stages: what lies between the two is slow (the link, or a rank "
+            "that waits for its core), not the stage."
         )
     said += _idle_text(answer.idle)
     return said
