@@ -14,6 +14,7 @@ from gradtrace_analyzer.database import connect
 from gradtrace_analyzer.failures import FailedPass, failed_passes
 from gradtrace_analyzer.last_seen import LastSeen, Place, last_seen
 from gradtrace_analyzer.run import RankInfo, Run
+from gradtrace_analyzer.under_way import StageAction, under_way
 from gradtrace_analyzer.waiting import Wait, waits
 
 State = Literal[
@@ -47,7 +48,8 @@ class Ending:
     `failure_count` exceptions that left backward passes; `went_on` says that it ran backward passes after that.
     `uncaught` is the (type, text) of the exception with which its process ended. Of a rank that closed its recording,
     `place` is the forward or optimizer's step that never returned, if one did not. `idle_ns` is for how long nothing
-    has happened, of a rank that lives.
+    has happened, of a rank that lives. `stage` is the action or wait of a pipeline stage that was under way, or that an
+    exception left last.
     """
 
     rank: int
@@ -57,11 +59,19 @@ class Ending:
     place: Place | None = None
     idle_ns: int | None = None
     wait: Wait | None = None
+    stage: StageAction | None = None
     last_failure: FailedPass | None = None
     failure_count: int = 0
     went_on: bool = False
     uncaught: tuple[str, str] | None = None
     dropped: Mapping[str, tuple[int, int | None, int | None]] = field(default_factory=dict)
+
+    @property
+    def for_ranks(self) -> tuple[int, ...]:
+        """The ranks that it waits for, or waited for last: in a reduction, or to receive what a stage sends."""
+        if self.wait is not None:
+            return self.wait.for_ranks
+        return self.stage.for_ranks if self.stage is not None and self.stage.is_receive else ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,8 @@ class Endings:
 def endings(run: Run, stuck_seconds: float = STUCK_SECONDS) -> Endings:
     """How each rank of the run ended, or where it is."""
     with connect([run]) as connection:
-        under_way = waits(run, connection)
+        reductions = waits(run, connection)
+        stages = under_way(connection)
         raised: dict[int, list[FailedPass]] = {}
         for failed in failed_passes(connection):
             raised.setdefault(failed.rank, []).append(failed)
@@ -102,8 +113,10 @@ def endings(run: Run, stuck_seconds: float = STUCK_SECONDS) -> Endings:
         last = failures[-1] if failures else None
         went_on = last is not None and last_passes.get(rank, 0) > last.row["record_index"]
         found.append(
-            _ending(run, info, under_way.get(rank), last, len(failures), went_on, stuck_seconds)
-        )
+            _ending(
+                run, info, reductions.get(rank), stages.get(rank), last, len(failures), went_on, stuck_seconds
+            )
+        )  # fmt: skip
     found += [
         Ending(rank, "missing" if _is_asked(run, rank) else "not_asked", {})
         for rank in run.missing_ranks
@@ -115,6 +128,7 @@ def _ending(
     run: Run,
     info: RankInfo,
     wait: Wait | None,
+    stage: StageAction | None,
     last: FailedPass | None,
     count: int,
     went_on: bool,
@@ -135,7 +149,8 @@ def _ending(
         if life == "alive":
             idle = seen.idle_ns(seen.moved_ns)
             if idle >= stuck_seconds * 1e9:
-                state = "waits" if _was_waiting(wait, place, None) else "stuck"
+                receives = stage is not None and stage.error is None and stage.is_receive
+                state = "waits" if receives or _was_waiting(wait, place, None) else "stuck"
     return Ending(
         rank=rank,
         state=state,
@@ -144,6 +159,7 @@ def _ending(
         place=place,
         idle_ns=idle,
         wait=wait if _was_waiting(wait, place, None if went_on else last) else None,
+        stage=None if stage is not None and stage.error is not None and state == "ended" else stage,
         last_failure=last,
         failure_count=count,
         went_on=went_on,

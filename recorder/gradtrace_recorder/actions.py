@@ -21,7 +21,8 @@ class Action:
     """An action that has begun and is not over. `kind` is None where no row comes of it: a loss is computed."""
 
     __slots__ = (
-        "before", "has_run", "kind", "microbatch", "own_half", "phase", "received", "sent", "stage_index", "start_ns",
+        "before", "has_run", "held", "kind", "microbatch", "own_half", "phase", "received", "sent", "stage_index",
+        "start_ns",
     )  # fmt: skip
 
     def __init__(self, stage_index: int | None, microbatch: int, kind: str | None) -> None:
@@ -32,6 +33,7 @@ class Action:
         self.sent: Packed | None = None
         self.has_run = False  # a backward function of torch, inside it
         self.own_half = False  # the job brings its own weight half (`dw_builder`)
+        self.held: int | None = None  # where its row is kept until it is over
         self.before: tuple[int, int, bool] | None = None
         self.phase: str | None = None
         self.kind: str | None = None

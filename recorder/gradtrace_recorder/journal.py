@@ -194,6 +194,13 @@ class JournalWriter:
             else:
                 self.append(kind, *values)
 
+    def release(self, place: int | None) -> None:
+        """Forget a held row, of which nothing comes."""
+        with self.lock:
+            if place is not None and self._limit >= 0:
+                _pack_u64(self._map, self._held_offset + place * RECORD_BYTES, 0)
+                self._free_places.append(place)
+
     def string(self, text: str | None) -> int:
         """The number of a text, which is written before its first use."""
         if text is None:

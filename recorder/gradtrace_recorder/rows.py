@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 NODE_EVENTS = KINDS["node_events"]
 _BUCKETS = KINDS["buckets"]
+_STAGE_EVENTS = KINDS["stage_events"]
 
 
 class Rows:
@@ -276,35 +277,37 @@ class Rows:
             as_bytes(after),
         )
 
-    def stage_event(
+    def hold_stage_event(self, step: int, microbatch: int, **fields: Any) -> int | None:
+        """An action or a wait that has begun: kept in case the rank dies. Its place in the journal."""
+        values = self._stage_event(**fields, occurrence=0, end_ns=None)
+        return self._journal.hold(_STAGE_EVENTS, step, microbatch, NULL_INT32, *values)
+
+    def release(self, held: int | None) -> None:
+        """No row comes of what was held."""
+        self._journal.release(held)
+
+    def stage_event(self, held: int | None, step: int, microbatch: int, **fields: Any) -> None:
+        """An action of a pipeline stage that is over, or a wait for what it receives or sends."""
+        values = self._stage_event(**fields)
+        self._journal.settle(held, _STAGE_EVENTS, step, microbatch, NULL_INT32, *values)
+
+    def _stage_event(
         self,
+        *,
         stage_index: int | None,
-        microbatch: int,
         kind: str,
         occurrence: int,
         start_ns: int,
-        end_ns: int,
-        error: str | None,
-        received: Packed | None,
-        sent: Packed | None,
-    ) -> None:
-        """An action of a pipeline stage that is over, or a wait for what it receives or sends."""
+        end_ns: int | None,
+        error: str | None = None,
+        received: Packed | None = None,
+        sent: Packed | None = None,
+    ) -> tuple[float | bytes, ...]:
         string = self._journal.string
-        self._journal.append(
-            KINDS["stage_events"],
-            self._timeline.step,
-            microbatch,
-            NULL_INT32,
-            _int32(stage_index),
-            string(kind),
-            occurrence,
-            start_ns,
-            end_ns,
-            NULL_INT64,
-            string(error),
-            as_bytes(received),
-            as_bytes(sent),
-        )
+        return (
+            _int32(stage_index), string(kind), occurrence, start_ns, _int64(end_ns), NULL_INT64, string(error),
+            as_bytes(received), as_bytes(sent),
+        )  # fmt: skip
 
     def group(
         self,

@@ -76,6 +76,12 @@ class Timeline:
             for call in self.at_begin:
                 call()
 
+    @property
+    def coming_step(self) -> int | None:
+        """The step that an activity would be of, if it began now; None where that is not asked for."""
+        step = self.step + 1 if self._ended and not self._given else self.step
+        return step if not self.paused and step in self._steps else None
+
     def backward_done(self) -> None:
         """A top-level accumulating backward pass has returned."""
         self.totals.backward_count += 1
@@ -84,6 +90,10 @@ class Timeline:
         if self._end_after_backward:
             self._end_after_backward = False
             self._ended = True
+
+    def weight_half_done(self) -> None:
+        """A weight half has accumulated gradients, without a backward pass that does: it counts as one."""
+        self.totals.backward_count += 1
 
     def optimizer_stepped(self, *, inside_backward: bool = False) -> None:
         """An optimizer step, or GradScaler's, has returned."""

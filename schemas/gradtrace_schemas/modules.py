@@ -97,7 +97,10 @@ STAGE_EVENTS = Table(
             ),
         ),
         START_NS,
-        END_NS,
+        nullable(
+            END_NS,
+            "End, on the same clock; null where the rank was killed, or looked at, before that.",
+        ),
         Column("device_ns", INT64, "Time on the device, where events were recorded.", True),
         since(4, Column("error", STRING, "Type and text of the exception that left it.", True)),
         SummaryColumns(

@@ -55,7 +55,11 @@ STEPS = Table(
             "GradScaler left the optimizer out; null where no optimizer step was seen, or it cannot be told.",
             nullable=True,
         ),
-        Column("backward_count", INT32, "Accumulating top-level backward passes."),
+        Column(
+            "backward_count",
+            INT32,
+            "Accumulating top-level backward passes; a weight half of a pipeline stage counts as one.",
+        ),
         Column("abandoned_forwards", INT32, "Grad-mode root calls that no backward pass followed."),
         Column(
             "rng_fingerprint",

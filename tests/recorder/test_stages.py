@@ -201,6 +201,52 @@ def test_stages_of_an_own_pipeline_have_rows(tmp_path: Path) -> None:
     ) == [(0, "local"), (1, "local")]  # fmt: skip
 
 
+def test_microbatches_of_uneven_size_are_told_apart_by_their_rows(tmp_path: Path) -> None:
+    """Torch's `PipelineStage` receives all into buffers of the first one's size (2.13); a job's own stages may not."""
+
+    def job(model: nn.Module, watch: Any) -> Any:
+        last, batch = mlp(), torch.randn(6, 4)
+        sent = [part.detach() for part in batch.split([3, 2, 1])]
+        for microbatch, x in enumerate(sent):
+            x.requires_grad_()
+            with gradtrace_recorder.stage(0, microbatch, "forward"):
+                first = model(x)
+            between = first.detach().requires_grad_()
+            with gradtrace_recorder.stage(1, microbatch, "forward"):
+                loss = last(between).square().sum()
+            for stage_index, outputs, given, of, gradients in (
+                (1, [loss], between, last, None),
+                (0, [first], x, model, [between]),
+            ):
+                came = None if gradients is None else [gradients[0].grad]
+                with gradtrace_recorder.stage(stage_index, microbatch, "backward_input"):
+                    _, groups = stage_backward_input(outputs, came, [given], of.parameters())
+                with gradtrace_recorder.stage(stage_index, microbatch, "backward_weight"):
+                    stage_backward_weight(of.parameters(), groups)
+        x = batch.requires_grad_()
+        whole = plain_of_both(model, last, x)
+        close([torch.cat([part.grad for part in sent]), *gradients_of(model)], whole)
+
+    def plain_of_both(model: nn.Module, last: nn.Module, x: torch.Tensor) -> Any:
+        model, last = copy.deepcopy(model), copy.deepcopy(last)
+        model.zero_grad()
+        last(model(x)).square().sum().backward()
+        return [x.grad, *gradients_of(model)]
+
+    both(mlp, job, tmp_path, watched=False)
+    assert rows(
+        tmp_path,
+        "SELECT stage_index, microbatch, received_numel, sent_numel FROM stage_events WHERE kind = 'backward_input' "
+        "ORDER BY 1, 2",
+    ) == [
+        (0, 0, 12, 12), (0, 1, 8, 8), (0, 2, 4, 4), (1, 0, None, 12), (1, 1, None, 8), (1, 2, None, 4),
+    ]  # fmt: skip
+    assert rows(
+        tmp_path,
+        "SELECT stage_index, microbatch, count(*) FROM node_events WHERE phase = 'weight' GROUP BY ALL ORDER BY ALL",
+    ) == [(stage, microbatch, 4) for stage in range(2) for microbatch in range(3)]
+
+
 def test_exception_leaves_the_stage_as_it_was_raised_and_the_row_says_so(tmp_path: Path) -> None:
     with (
         recording(tmp_path),

@@ -120,6 +120,14 @@ def test_every_action_has_its_row(two_ranks: Recorded, schedule: str) -> None:
             assert bool(split) == (schedule == "DualPipeV")
 
 
+def test_backward_passes_of_a_step_are_counted_though_they_are_split(two_ranks: Recorded) -> None:
+    every = {**SCHEDULES, **WAYS}
+    passes = [4 * stages // 2 for stages in every.values() for _ in range(2)]
+    passes[-2:] = [2 * count for count in passes[-2:]]  # twice a step
+    found = rows(two_ranks[0], "SELECT step, rank, backward_count FROM steps ORDER BY step, rank")
+    assert found == [(step, r, count) for step, count in enumerate(passes) for r in range(2)]
+
+
 def test_weight_half_of_the_job_is_a_half(two_ranks: Recorded) -> None:
     """With `dw_builder` also the first stage's backward is split: torch runs a whole one in front."""
     for actions in actions_of(two_ranks[0], "own weight half"):

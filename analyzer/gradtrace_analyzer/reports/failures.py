@@ -12,6 +12,7 @@ from gradtrace_analyzer.last_seen import LastSeen, Place
 from gradtrace_analyzer.laws.phrases import counted, listed, module_phrase, verb
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.run import ranks_phrase, spans
+from gradtrace_analyzer.under_way import StageAction
 from gradtrace_analyzer.waiting import Wait
 
 COLUMNS = ("rank", "state", "step", "where", "since", "waits for", "exception")
@@ -69,12 +70,12 @@ def explanation(found: Endings) -> str:
             )
             said.append(f"{ranks_phrase(ranks)} {words.format(is_are)}")
     waited = sorted(
-        {rank for ending in found.ranks if ending.wait for rank in ending.wait.for_ranks}
-        - {ending.rank for ending in found.ranks if ending.wait}
+        {rank for ending in found.ranks for rank in ending.for_ranks}
+        - {ending.rank for ending in found.ranks if ending.for_ranks}
     )
     text = "; ".join(said)
     if waited:
-        waiting = [ending.rank for ending in found.ranks if ending.wait]
+        waiting = [ending.rank for ending in found.ranks if ending.for_ranks]
         text += f"; {ranks_phrase(waiting)} waited for {ranks_phrase(waited)}"
     return f"{text}."
 
@@ -116,6 +117,8 @@ def sentence(ending: Ending) -> str:
         )
     if seen is not None and ending.state not in ("ended", "raised"):
         said.append(f"{rank} {_whereabouts(ending, seen, place)}.")
+    if ending.stage is not None:
+        said.append(_stage_text(ending.stage, seen))
     if ending.wait is not None and seen is not None:
         said.append(_waiting(ending.wait, seen))
     if ending.dropped:
@@ -200,6 +203,17 @@ def _waiting(wait: Wait, seen: LastSeen) -> str:
     return f"{what}, though every rank has launched its own."
 
 
+def _stage_text(stage: StageAction, seen: LastSeen | None) -> str:
+    """`Of its pipeline it was in stage 1's weight half of microbatch 3 of step 2, since 11:02:03.456.`"""
+    since = ""
+    if seen is not None and stage.error is None:
+        since = f", since {clock(seen.wall_start_ns + stage.start_ns)}"
+    if stage.error is not None:
+        came = _first_line(stage.error).rstrip(".:")
+        return f"Its pipeline was {stage.told} in step {stage.step} when an exception came: {came}."
+    return f"Its pipeline was {stage.told} in step {stage.step}{since}."
+
+
 def _raised(ending: Ending, failed: FailedPass) -> str:
     row = failed.row
     said = f"Rank {ending.rank} raised in step {failed.step}, backward pass {failed.backward_index}, {failed.told}"
@@ -257,7 +271,7 @@ def _row(ending: Ending) -> tuple[Any, ...]:
         step = failed.step
         name = failed.row["node_name"]
         where = None if name is None else f"in {name} of {module_phrase(failed.row['module_fqn'])}"
-    waits = None if ending.wait is None else spans(ending.wait.for_ranks) or "all have come"
+    waits = spans(ending.for_ranks) or (None if ending.wait is None else "all have come")
     # Of a rank that went on, what counts is how it ended.
     is_over = ending.went_on or (
         place is not None and failed is not None and place.step != failed.step
@@ -290,6 +304,7 @@ def _rank_object(ending: Ending) -> dict[str, Any]:
         "doing": doing,
         "threads": [] if seen is None else [vars(one) for one in seen.places],
         "waits": None if wait is None else vars(wait) | {"for_ranks": wait.for_ranks},
+        "stage": None if ending.stage is None else vars(ending.stage) | {"told": ending.stage.told},
         "exception": None if failed is None else dict(failed.row),
         "exception_count": ending.failure_count,
         "went_on": ending.went_on,

@@ -1,14 +1,15 @@
 """One time line for the ranks of several hosts.
 
 On one host, times count on its monotonic clock: `ranks.monotonic_start_ns` plus the rank's own time. The clocks of
-two hosts have nothing in common; they are laid over each other by the reductions, which all ranks leave together.
+two hosts have nothing in common; they are laid over each other by the reductions, which all ranks leave together, or
+by what the stages of a pipeline send each other.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import duckdb
 
@@ -29,7 +30,7 @@ class HostClock:
 
 # Ranks whose host is not known have a clock of their own.
 MAKE_CLOCKS = """
-CREATE TEMP TABLE clocks AS
+CREATE OR REPLACE TEMP TABLE clocks AS
 SELECT rank, coalesce(host, 'unknown host of rank ' || rank) AS host, monotonic_start_ns AS began_ns
 FROM ranks WHERE monotonic_start_ns IS NOT NULL
 """
@@ -57,13 +58,25 @@ def aligned_hosts(connection: duckdb.DuckDBPyConnection) -> tuple[HostClock, ...
             "SELECT host FROM paired GROUP BY host ORDER BY min(rank)"
         ).fetchall()
     ]
-    apart: dict[str, dict[str, tuple[Any, ...]]] = {host: {} for host in hosts}
+    apart: dict[str, dict[str, tuple[int, int, int]]] = {host: {} for host in hosts}
     if len(hosts) > 1:
         for host, other, offset, spread, count in connection.execute(_PAIRS_OF_HOSTS).fetchall():
             apart[host][other] = (round(offset), round(spread), count)
             apart[other][host] = (-round(offset), round(spread), count)
+    return tuple(HostClock(*laid) for laid in lay_over(connection, hosts, apart))
+
+
+def lay_over(
+    connection: duckdb.DuckDBPyConnection,
+    hosts: Sequence[str],
+    apart: Mapping[str, Mapping[str, tuple[int, int, int]]],
+) -> list[tuple[str, str, int, int, int]]:
+    """Each host whose clock was laid over another's: host, reference, offset, and what `apart` says of that pair.
+
+    `apart[a][b]` is what b is ahead of a, with two numbers that tell how well that is known. Makes the table `offsets`.
+    """
     offsets: dict[str, int] = {}
-    clocks: list[HostClock] = []
+    laid: list[tuple[str, str, int, int, int]] = []
     for first in hosts:
         if first in offsets:
             continue
@@ -74,9 +87,9 @@ def aligned_hosts(connection: duckdb.DuckDBPyConnection) -> tuple[HostClock, ...
             for other, (offset, spread, count) in sorted(apart[via].items()):
                 if other not in offsets:
                     offsets[other] = offsets[via] + offset
-                    clocks.append(HostClock(other, first, offsets[other], spread, count))
+                    laid.append((other, first, offsets[other], spread, count))
                     reached.append(other)
-    connection.execute("CREATE TEMP TABLE offsets (host VARCHAR, offset_ns BIGINT)")
+    connection.execute("CREATE OR REPLACE TEMP TABLE offsets (host VARCHAR, offset_ns BIGINT)")
     if offsets:
         connection.executemany("INSERT INTO offsets VALUES (?, ?)", list(offsets.items()))
-    return tuple(clocks)
+    return laid

@@ -35,6 +35,8 @@ _OPERATIONS = {
 }
 # (kind, stage_index, microbatch) of what is waited for.
 _Wait = tuple[str, int, int]
+# Start and end of a wait that is over, and the place where its row is held.
+_Over = tuple[int, int, int | None]
 _Ended = Callable[[Recording, Any, BaseException | None], None]
 
 
@@ -49,8 +51,8 @@ class PipelineSource:
         self._guard = guard
         self._operations: weakref.WeakKeyDictionary[Any, _Wait] = weakref.WeakKeyDictionary()
         self._works: weakref.WeakKeyDictionary[Any, list[_Wait]] = weakref.WeakKeyDictionary()
-        self._received: dict[_Wait, list[tuple[int, int]]] = {}
-        self._counts: collections.Counter[tuple[int | None, int, str]] = collections.Counter()
+        self._received: dict[_Wait, list[_Over]] = {}
+        self._counts: collections.Counter[tuple[str, int | None, int]] = collections.Counter()
         self._counted_step = -1
 
     def attach(self) -> None:
@@ -116,8 +118,14 @@ class PipelineSource:
 
     def _failed(self, error: Exception) -> None:
         """Of an action that is not followed to its end nothing may stay."""
-        if self._gate.recording is not None:
-            self._gate.recording.actions.open.clear()
+        recording = self._gate.recording
+        if recording is not None:
+            held = [action.held for action in recording.actions.open]
+            held += [place for waits in self._received.values() for *_, place in waits]
+            for place in held:
+                recording.rows.release(place)
+            recording.actions.open.clear()
+        self._received.clear()
         self._guard.failed(error)
 
     def _begun(self, recording: Recording, name: str, arguments: dict[str, Any]) -> _Ended | None:
@@ -133,8 +141,7 @@ class PipelineSource:
             return lambda _, works, error: self._sent_off(operations, works or ())
         if name == WAIT:
             waits = [wait for work in arguments["work"] for wait in self._works.pop(work, ())]
-            start = recording.timeline.now()
-            return lambda live, *_: self._waited(live, waits, start) if waits else None
+            return self._wait(recording, waits) if waits else None
         if name == "_maybe_compute_loss":
             return self._loss(recording, arguments)
         return self._action(recording, name, arguments)
@@ -184,6 +191,7 @@ class PipelineSource:
             self._enter(recording, action, arguments.get("output_grads"), trains=True)
         elif action.kind == WEIGHT and kind == FULL and not action.own_half:
             action.become(FULL)  # of a first stage, whose input half did nothing
+            self._hold(recording, action)
         if action is around and action.received is None and _is_recorded(recording):
             # In a first stage's weight action, or the job's own stage, this is all that tells.
             action.received = recording.summariser.of_all(arguments.get("output_grads"))
@@ -196,8 +204,9 @@ class PipelineSource:
 
         def ended(live: Recording, result: Any, error: BaseException | None) -> None:
             of.phase = before
-            if groups and error is None:
-                self._record_accumulated(live, groups)
+            if kind == WEIGHT and error is None:
+                live.timeline.weight_half_done()
+                self._record_accumulated(live, groups or [])
             given = result[0] if kind == INPUT and result is not None else result
             sent = None if kind == WEIGHT else given
             if of is not around:
@@ -227,12 +236,23 @@ class PipelineSource:
         else:
             action.before = timeline.enter_microbatch(action.microbatch)
         recording.actions.open.append(action)
-        if _is_recorded(recording):
-            self._write_received(recording, action)
-            if received is not None:
-                action.received = recording.summariser.of_all(received)
+        self._write_received(recording, action)
+        if received is not None and _is_recorded(recording):
+            action.received = recording.summariser.of_all(received)
         action.start_ns = timeline.now()
-        timeline.totals.recorder_ns += action.start_ns - entered
+        if action.kind is not None:
+            self._hold(recording, action)
+        timeline.totals.recorder_ns += timeline.now() - entered
+
+    def _hold(self, recording: Recording, action: Action) -> None:
+        """Keep its row as far as it is known, for a rank that is killed in it."""
+        recording.rows.release(action.held)
+        action.held = None
+        if action.kind is not None and _is_recorded(recording):
+            action.held = recording.rows.hold_stage_event(
+                recording.timeline.step, action.microbatch, stage_index=action.stage_index, kind=action.kind,
+                start_ns=action.start_ns, received=action.received,
+            )  # fmt: skip
 
     def _leave(
         self, recording: Recording, action: Action, error: BaseException | None, sent: Any = None
@@ -246,14 +266,13 @@ class PipelineSource:
             timeline.leave_microbatch(action.before)
         has_row = action.kind == FORWARD or action.has_run or error is not None
         if action.kind is None or not has_row or not _is_recorded(recording):
+            recording.rows.release(action.held)
             return
         if sent is not None:
             action.sent = recording.summariser.of_all(sent)
-        text = None if error is None else f"{type(error).__name__}: {str(error)[:400]}"
-        self._write(
-            recording, action.stage_index, action.microbatch, action.kind, action.start_ns, end, text,
-            action.received, action.sent,
-        )  # fmt: skip
+        place = (action.kind, action.stage_index, action.microbatch)
+        over = (action.start_ns, end, action.held)
+        self._write(recording, place, over, _text(error), action.received, action.sent)
         timeline.totals.recorder_ns += timeline.now() - end
 
     def _record_accumulated(self, recording: Recording, groups: list[dict[str, Any]]) -> None:
@@ -287,43 +306,73 @@ class PipelineSource:
             if wait is not None:
                 self._works[work] = [wait]
 
-    def _waited(self, recording: Recording, waits: list[_Wait], start: int) -> None:
+    def _wait(self, recording: Recording, waits: list[_Wait]) -> _Ended:
+        start = recording.timeline.now()
+        step = recording.timeline.coming_step
+        held: list[int | None] = [None for _ in waits]
+        if step is not None and recording.settings.records("params"):
+            held = [
+                recording.rows.hold_stage_event(
+                    step, microbatch, stage_index=stage_index, kind=kind, start_ns=start
+                )
+                for kind, stage_index, microbatch in waits
+            ]
+        return lambda live, _, error: self._waited(live, waits, start, held, error)
+
+    def _waited(
+        self,
+        recording: Recording,
+        waits: list[_Wait],
+        start: int,
+        held: list[int | None],
+        error: BaseException | None,
+    ) -> None:
         end = recording.timeline.now()
-        for wait in waits:
-            kind, stage_index, microbatch = wait
-            if kind.startswith("receive"):
-                self._received.setdefault(wait, []).append((start, end))
+        for wait, place in zip(waits, held, strict=True):
+            over = (start, end, place)
+            if error is None and wait[0].startswith("receive"):
+                self._received.setdefault(wait, []).append(over)
             elif _is_recorded(recording):
-                self._write(recording, stage_index, microbatch, kind, start, end)
+                self._write(recording, wait, over, _text(error))
+            else:
+                recording.rows.release(place)
 
     def _write_received(self, recording: Recording, action: Action) -> None:
         if action.stage_index is None or action.kind is None:
             return
         kind = "receive_activations" if action.kind == FORWARD else "receive_gradients"
-        waits = self._received.pop((kind, action.stage_index, action.microbatch), ())
-        for start, end in waits:
-            self._write(recording, action.stage_index, action.microbatch, kind, start, end)
+        wait = (kind, action.stage_index, action.microbatch)
+        for over in self._received.pop(wait, ()):
+            if _is_recorded(recording):
+                self._write(recording, wait, over)
+            else:
+                recording.rows.release(over[-1])
 
     def _write(
         self,
         recording: Recording,
-        stage_index: int | None,
-        microbatch: int,
-        kind: str,
-        start: int,
-        end: int,
-        *rest: Any,
+        place: tuple[str, int | None, int],
+        over: _Over,
+        error: str | None = None,
+        received: Any = None,
+        sent: Any = None,
     ) -> None:
-        if self._counted_step != recording.timeline.step:
-            self._counted_step = recording.timeline.step
+        step = recording.timeline.step
+        if self._counted_step != step:
+            self._counted_step = step
             self._counts.clear()
-        key = (stage_index, microbatch, kind)
-        occurrence = self._counts[key]
-        self._counts[key] += 1
-        error, received, sent = rest or (None, None, None)
+        occurrence = self._counts[place]
+        self._counts[place] += 1
+        kind, stage_index, microbatch = place
+        start, end, held = over
         recording.rows.stage_event(
-            stage_index, microbatch, kind, occurrence, start, end, error, received, sent
-        )
+            held, step, microbatch, stage_index=stage_index, kind=kind, occurrence=occurrence, start_ns=start,
+            end_ns=end, error=error, received=received, sent=sent,
+        )  # fmt: skip
+
+
+def _text(error: BaseException | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {str(error)[:400]}"
 
 
 def _is_recorded(recording: Recording) -> bool:
