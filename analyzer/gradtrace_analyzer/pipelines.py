@@ -1,0 +1,88 @@
+"""Pipelines in the records: who holds which stage, and who hands what to whom. SQL over the tables of one run.
+
+A stage may be held by several ranks, in as many copies of the pipeline: who a rank's neighbour is is told by what
+they handed on, and by their order where that says nothing.
+"""
+
+from __future__ import annotations
+
+import duckdb
+
+FORWARD, FULL, INPUT, WEIGHT = "forward", "backward_full", "backward_input", "backward_weight"
+ACTIONS = f"('{FORWARD}', '{FULL}', '{INPUT}', '{WEIGHT}')"
+
+# The half of a pass that an action is, in the words of `node_events.phase`.
+PHASES = {FORWARD: "forward", FULL: "backward", INPUT: "input", WEIGHT: "weight"}
+
+_SUMMARY = ("numel", "dtype", "norm", "nan_count", "inf_count", "fingerprint", "sketch")
+
+
+def _handed(schema: str, side: str) -> str:
+    """What actions have received or sent: `what` says of which kind, `other_stage` to whom or from whom.
+
+    `nth` counts a stage's forwards, or backwards of either kind, of one step and microbatch.
+    """
+    forth, back = ("stage_index - 1", "stage_index + 1")
+    if side == "sent":
+        forth, back = back, forth
+    columns = ", ".join(f"{side}_{name} AS {name}" for name in _SUMMARY)
+    return (
+        "SELECT *, row_number() OVER (PARTITION BY rank, step, microbatch, stage_index, what ORDER BY record_index) "
+        f"AS nth FROM (SELECT rank, step, microbatch, record_index, stage_index, kind, start_ns, {columns}, "
+        f"CASE kind WHEN '{FORWARD}' THEN 'activations' ELSE 'gradient' END AS what, "
+        f"CASE kind WHEN '{FORWARD}' THEN {forth} ELSE {back} END AS other_stage "
+        f"FROM {schema}stage_events WHERE kind IN ('{FORWARD}', '{FULL}', '{INPUT}') AND stage_index IS NOT NULL "
+        "AND error IS NULL)"
+    )
+
+
+_NEIGHBOURS = """
+CREATE TEMP TABLE {name} AS
+WITH held AS (SELECT *, row_number() OVER (PARTITION BY stage_index ORDER BY rank) AS place
+    FROM (SELECT DISTINCT rank, stage_index FROM {schema}stage_events WHERE stage_index IS NOT NULL)),
+met AS (SELECT r.rank, r.stage_index, r.what, s.rank AS other_rank, count(*) AS times
+    FROM {received} r JOIN {sent} s ON s.stage_index = r.other_stage AND s.what = r.what AND s.step = r.step
+        AND s.microbatch = r.microbatch AND s.nth = r.nth AND s.fingerprint = r.fingerprint GROUP BY ALL)
+SELECT a.rank, a.stage_index, w.what, b.stage_index AS other_stage, b.rank AS other_rank
+FROM held a CROSS JOIN (VALUES ('activations', -1), ('gradient', 1)) w (what, offset_)
+JOIN held b ON b.stage_index = a.stage_index + w.offset_
+LEFT JOIN met m ON m.rank = a.rank AND m.stage_index = a.stage_index AND m.what = w.what AND m.other_rank = b.rank
+QUALIFY row_number() OVER (PARTITION BY a.rank, a.stage_index, w.what
+    ORDER BY coalesce(m.times, 0) DESC, abs(a.place - b.place), b.rank) = 1
+"""
+
+
+def make_handed(connection: duckdb.DuckDBPyConnection, schema: str = "", prefix: str = "") -> bool:
+    """Make the tables `received`, `sent` and `neighbours` of a run's stages; whether it has any.
+
+    A row of `neighbours`: from which rank, which holds `other_stage`, a stage receives what. `schema` with its dot.
+    """
+    found = connection.execute(
+        f"SELECT 1 FROM {schema}stage_events WHERE stage_index IS NOT NULL LIMIT 1"
+    ).fetchone()
+    if found is None:
+        return False
+    for side in ("received", "sent"):
+        connection.execute(f"CREATE TEMP TABLE {prefix}{side} AS {_handed(schema, side)}")
+    connection.execute(
+        _NEIGHBOURS.format(
+            name=f"{prefix}neighbours",
+            schema=schema,
+            received=f"{prefix}received",
+            sent=f"{prefix}sent",
+        )
+    )
+    return True
+
+
+def stages_of_roots(schema: str = "") -> str:
+    """A query: the stage that each root of a rank belongs to (rank, root, stage_index), where it is one alone."""
+    return (
+        "SELECT rank, root, min(stage_index) AS stage_index FROM ("
+        f"SELECT DISTINCT rank, root, stage_index FROM {schema}node_events "
+        "WHERE stage_index IS NOT NULL AND root IS NOT NULL "
+        f"UNION SELECT DISTINCT c.rank, c.root, e.stage_index FROM {schema}module_calls c "
+        f"JOIN {schema}stage_events e ON e.rank = c.rank AND e.step = c.step AND e.microbatch = c.microbatch "
+        f"AND e.kind = '{FORWARD}' AND c.start_ns >= e.start_ns AND c.end_ns <= e.end_ns "
+        "WHERE e.stage_index IS NOT NULL) GROUP BY ALL HAVING count(DISTINCT stage_index) = 1"
+    )
