@@ -15,6 +15,7 @@ from gradtrace_analyzer.differences import Change, Difference, changed_gradient,
 from gradtrace_analyzer.failures import Failure, one_sided_failures
 from gradtrace_analyzer.links import LINK_TABLES, LINKS, link_of
 from gradtrace_analyzer.pairing import SEEN, STATISTICS, SUSPECTS, differing, digests_agree
+from gradtrace_analyzer.stage_edges import StageEdges, stage_edges
 
 # Rows of one step that are looked at one by one. Far more than any origin needs.
 MOST_DIFFERENCES = 200_000
@@ -98,8 +99,8 @@ class Alignment:
         for table in LINK_TABLES:
             unread = self._unread[table.table]
             counts[table.table] = self._number(
-                f"SELECT count(*) FROM baseline.{table.table} SEMI JOIN common USING (rank, step)"
-                + (f" WHERE rank NOT IN ({unread})" if unread else "")
+                f"SELECT count(*) FROM baseline.{table.table} SEMI JOIN common USING (rank, step) "
+                f"WHERE {table.only}" + (f" AND rank NOT IN ({unread})" if unread else "")
             )
             counts[table.table] -= self._alone[table.table]
         return counts
@@ -197,6 +198,10 @@ class Alignment:
             [step],
         ).fetchall()
         return {rank for (rank,) in rows}
+
+    def stage_edges(self, step: int) -> StageEdges | None:
+        """What the stages of a pipeline hand to each other in a step."""
+        return stage_edges(self._connection, step)
 
     def module_fqns(self, step: int, rank: int, root: int) -> set[str]:
         """The modules of a root that were called in a step."""

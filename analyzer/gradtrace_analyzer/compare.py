@@ -144,17 +144,20 @@ def _places(
     forwards = any(d.table in ("inputs", "module_calls") for d in differences)
     # Two passes of a step may fail, one after another: the first is the reason.
     failed = {f.rank: f for f in reversed(failures) if f.step == step}
-    origins, inherited = split_by_inheritance(
-        firsts(
-            differences,
-            alignment.rng_to_blame(step),
-            modules,
-            exceeding=exceeding,
-            failures=failed,
-            unused=alignment.unused_forwards(step) if forwards else {},
-        )
+    candidates = firsts(
+        differences,
+        alignment.rng_to_blame(step),
+        modules,
+        exceeding=exceeding,
+        failures=failed,
+        unused=alignment.unused_forwards(step) if forwards else {},
     )
-    return [_with_positions(alignment, o) for o in origins], inherited
+    edges = alignment.stage_edges(step)
+    travelled: list[Origin] = []
+    if edges is not None:
+        candidates, travelled = edges.placed(candidates, differences)
+    origins, inherited = split_by_inheritance(candidates)
+    return [_with_positions(alignment, o) for o in origins], [*inherited, *travelled]
 
 
 def _with_replays(connection: duckdb.DuckDBPyConnection, origin: Origin) -> Origin:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gradtrace_analyzer.pipelines import ACTIONS
+
 # In the order of the chain. `first_divergence.link` is one of them.
 LINKS = (
     "configuration",
@@ -32,7 +34,7 @@ class LinkTable:
     """How the rows of one table pair between two runs, besides by rank and step.
 
     `reads` and `writes` are prefixes of tensor summaries: what went into the link and what came out.
-    `values` are plain columns that are compared as they are.
+    `values` are plain columns that are compared as they are; rows of which `only` is not true have no partner.
     """
 
     table: str
@@ -40,6 +42,7 @@ class LinkTable:
     reads: str | None = None
     writes: str | None = None
     values: tuple[str, ...] = ()
+    only: str = "true"
 
     @property
     def sides(self) -> tuple[tuple[str, str], ...]:
@@ -76,6 +79,14 @@ LINK_TABLES = (
         writes="grad_input_",
     ),
     LinkTable(
+        "stage_events",
+        ("microbatch", "stage_index", "kind", "occurrence"),
+        reads="received_",
+        writes="sent_",
+        # Waits are looked at by `timing`.
+        only=f"kind IN {ACTIONS}",
+    ),
+    LinkTable(
         "buckets",
         ("microbatch", "backward_index", "kind", "root", "module_fqn", "parameter_fqns"),
         reads="before_",
@@ -105,6 +116,7 @@ _BY_TABLE = {
     "node_events": "backward",
     "failures": "backward",
     "buckets": "bucket",
+    "stage_events": "stage",
     "optimizer_groups": "optimizer",
 }
 

@@ -58,7 +58,7 @@ def differing(table: LinkTable, unread: str) -> str:
     """
     name = table.table
     # A Node that was running when its rank was killed gave nothing yet that could differ.
-    whole = "t.outcome IS DISTINCT FROM 'running'" if name == "node_events" else "true"
+    whole = "t.outcome IS DISTINCT FROM 'running'" if name == "node_events" else table.only
     limit = "common" if table.values else "suspects"
     key = ", ".join(table.key)
 

@@ -6,6 +6,9 @@ they handed on, and by their order where that says nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import duckdb
 
 FORWARD, FULL, INPUT, WEIGHT = "forward", "backward_full", "backward_input", "backward_weight"
@@ -15,6 +18,59 @@ ACTIONS = f"('{FORWARD}', '{FULL}', '{INPUT}', '{WEIGHT}')"
 PHASES = {FORWARD: "forward", FULL: "backward", INPUT: "input", WEIGHT: "weight"}
 
 _SUMMARY = ("numel", "dtype", "norm", "nan_count", "inf_count", "fingerprint", "sketch")
+
+
+_HALF_WORDS = {
+    "forward": "forward",
+    "backward": "whole backward",
+    "input": "input half",
+    "weight": "weight half",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a pipeline something is: the stage, the microbatch, and the half of the pass (`node_events.phase`).
+
+    What is of no microbatch, such as a parameter, has the stage alone.
+    """
+
+    stage_index: int
+    microbatch: int | None = None
+    phase: str | None = None
+
+    @property
+    def said(self) -> str:
+        """`stage 2, microbatch 0, weight half`."""
+        said = f"stage {self.stage_index}"
+        if self.microbatch is not None:
+            said += f", microbatch {self.microbatch}"
+        return said if self.phase is None else f"{said}, {_HALF_WORDS[self.phase]}"
+
+
+def action_around(
+    connection: duckdb.DuckDBPyConnection,
+    rank: int,
+    step: int,
+    record_index: int,
+    microbatch: int | None,
+) -> tuple[Place, dict[str, Any]] | None:
+    """The action of a stage in which a row was written, with its own row; None outside any.
+
+    An action's row is written when it is over: it is the next one of the rank.
+    """
+    cursor = connection.execute(
+        "SELECT * FROM stage_events WHERE rank = $1 AND step = $2 AND record_index > $3 AND stage_index IS NOT NULL "
+        f"AND kind IN {ACTIONS} ORDER BY record_index LIMIT 1",
+        [rank, step, record_index],
+    )
+    names = [column[0] for column in cursor.description or ()]
+    for values in cursor.fetchall():
+        row = dict(zip(names, values, strict=True))
+        if microbatch is None or row["microbatch"] == microbatch:
+            place = Place(row["stage_index"], row["microbatch"], PHASES[row["kind"]])
+            return place, row
+    return None
 
 
 def _handed(schema: str, side: str) -> str:

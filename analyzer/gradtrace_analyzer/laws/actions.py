@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from gradtrace_analyzer.laws.evidence import Evidence
-from gradtrace_analyzer.laws.handovers import NO_STAGE
 from gradtrace_analyzer.laws.law import Findings, Law, Violation, outcome, violation
 from gradtrace_analyzer.pipelines import FORWARD, FULL, INPUT, WEIGHT
 
@@ -53,10 +52,12 @@ def actions_complete(evidence: Evidence) -> Findings:
         },
     )
     [(compared,)] = evidence.rows("SELECT count(*) FROM action_counts")
+    if not compared and not evidence.rows("SELECT 1 FROM stage_events LIMIT 1"):
+        return Findings()
     cursor = evidence.connection.execute(_BROKEN)
     names = [column[0] for column in cursor.description or ()]
     violations = [_told(dict(zip(names, row, strict=True))) for row in cursor.fetchall()]
-    return outcome(Law.ACTIONS_COMPLETE, violations, compared, NO_STAGE)
+    return outcome(Law.ACTIONS_COMPLETE, violations, compared, "no step was recorded whole of any stage")
 
 
 def _told(row: dict[str, Any]) -> Violation:

@@ -31,6 +31,7 @@ _LINK_PHRASE = {
     "carried_gradient": "the carried gradients",
     "local_gradient": "the local gradients",
     "bucket": "the buckets",
+    "stage": "what its stages received",
     "reduced_gradient": "the reduced gradients",
     "clip": "the gradients that the optimizer saw",
     "optimizer": "the parameters after the optimizer",
@@ -133,6 +134,15 @@ def _inheritance(answer: Answer) -> str:
     if not ranks:
         return then
     verb = "differs" if len(ranks) == 1 else "differ"
+    handed = [o for o in answer.inherited if o.source is not None and o.failure is None]
+    if len(handed) == 1 and handed[0].place is not None and len(ranks) == len(handed[0].ranks):
+        place = handed[0].place
+        return (
+            f"{then} {ranks_phrase(ranks).capitalize()} {verb} from what stage {place.stage_index} received for "
+            f"microbatch {place.microbatch} on."
+        )
+    if handed:
+        return f"{then} {ranks_phrase(ranks).capitalize()} {verb} from what the stages there received on."
     phrase = _LINK_PHRASE.get(links[0], links[0]) if len(links) == 1 else "there"
     return f"{then} {ranks_phrase(ranks).capitalize()} {verb} from {phrase} of that step on."
 
@@ -285,13 +295,13 @@ def _origin_object(origin: Origin) -> dict[str, Any]:
         "node_name": origin.node_name,
         "parameter_fqn": origin.parameter_fqn,
         "bucket_index": d.bucket_index,
-        "stage_index": None,
-        "microbatch": d.key.get("microbatch"),
+        "stage_index": None if origin.place is None else origin.place.stage_index,
+        "microbatch": d.key.get("microbatch", None if origin.place is None else origin.place.microbatch),
         "backward_index": d.key.get("backward_index"),
         "call_index": d.key.get("call_index"),
         "name": d.key.get("name"),
         "event_index": d.event_index,
-        "phase": d.key.get("phase"),
+        "phase": d.key.get("phase", None if origin.place is None else origin.place.phase),
         "only_in": d.only_in,
         "positions": list(origin.positions) or None,
         "rescaled": None if origin.rescaled is None else _rescaled_object(origin.rescaled),

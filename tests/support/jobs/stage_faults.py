@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import time
 import warnings
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining import stage as stage_module
 
 import gradtrace_recorder
 
@@ -103,32 +105,21 @@ class Stage(pipelining.PipelineStage):
         """May read something else than it received."""
         if self.fault.hits(self, bwd_chunk_id, "received-gradient-scaled"):
             self.grad_recv_info[bwd_chunk_id][0].buffer.mul_(2.0)
-        if self.fault.hits(self, bwd_chunk_id, "backward-skipped"):
-            self.fwd_cache.pop(bwd_chunk_id)
-            self.bwd_cache[bwd_chunk_id] = (None,)
-            return
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """May give the weight half less than there is, or run it twice."""
-        hits = self.microbatch_of_weights is not None and backward_type == "weight"
-        groups = bwd_kwargs.get("param_groups") if hits else None
-        again = None
-        for group in groups or ():
-            if self.fault.hits(self, self.microbatch_of_weights, "tied-weight-lost"):
-                if len(group["intermediates"]) > 1:
+        """May give the weight half less than there is."""
+        if backward_type == "weight":
+            for group in bwd_kwargs["param_groups"]:
+                is_tied = len(group["intermediates"]) > 1
+                if is_tied and self.fault.hits(self, self.weights_of, "tied-weight-lost"):
                     group["intermediates"].pop()
                     group["grads"].pop()
-        if groups and self.fault.hits(self, self.microbatch_of_weights, "weight-half-twice"):
-            again = [dict(group) for group in groups]
-            torch.distributed.pipelining.stage.stage_backward_weight(
-                self.submod.parameters(), again, retain_graph=True
-            )
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
-    microbatch_of_weights = -1
+    weights_of = -1
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """May do nothing, or do it twice, or lose what is there."""
@@ -136,10 +127,23 @@ class Stage(pipelining.PipelineStage):
             self.backward_state.pop(bwd_chunk_id)
             self.dw_runner.pop(bwd_chunk_id)
             return
-        self.microbatch_of_weights = bwd_chunk_id
+        self.weights_of = bwd_chunk_id
+        if self.fault.hits(self, bwd_chunk_id, "weight-half-twice"):
+            self._run_weights_keeping_the_graph(bwd_chunk_id)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         if self.fault.hits(self, bwd_chunk_id, "gradient-zeroed"):
             self.submod.zero_grad(set_to_none=False)
+
+    def _run_weights_keeping_the_graph(self, chunk: int) -> None:
+        inputs, groups, *rest = self.backward_state[chunk]
+        again = [dict(group) for group in groups or ()]
+        original = stage_module.stage_backward_weight
+        stage_module.stage_backward_weight = functools.partial(original, retain_graph=True)
+        runner = self.dw_runner[chunk]
+        super().backward_weight_one_chunk(chunk)
+        stage_module.stage_backward_weight = original
+        self.dw_runner[chunk] = runner
+        self.backward_state[chunk] = (inputs, again, *rest)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """May send nothing."""
