@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -212,9 +212,14 @@ def _extent(cover: Cover) -> str:
     by_steps: dict[tuple[int, ...], list[int]] = {}
     for rank in cover.ranks:
         by_steps.setdefault(cover.steps.get(rank, ()), []).append(rank)
+    who = _stages if cover.by_stage else ranks_phrase
     return "; ".join(
-        f"{ranks_phrase(ranks)}, {_steps(steps)}" for steps, ranks in by_steps.items() if steps
+        f"{who(ranks)}, {_steps(steps)}" for steps, ranks in by_steps.items() if steps
     )
+
+
+def _stages(stages: Collection[int]) -> str:
+    return f"stage {spans(stages)}" if len(stages) == 1 else f"stages {spans(stages)}"
 
 
 def _steps(steps: Sequence[int]) -> str:
