@@ -32,9 +32,11 @@ _SUMS, _END = _BLOCK // 4, _BLOCK // 2
 
 @dataclass(frozen=True)
 class Stages:
-    """Which ranks of each side hold which stage; a stage that several ranks hold is there once for each."""
+    """Which ranks of each side hold which stage. Where several ranks hold it, each copy of the pipeline has its own
+    numbers, `count` apart."""
 
     ranks: Mapping[str, Mapping[int, int]]
+    count: int
 
     @property
     def common(self) -> list[int]:
@@ -55,15 +57,19 @@ class Stages:
         if not moved:
             return said
         where = (
-            f"stage {stage} is on rank {self.ranks['baseline'][stage]} and on rank {self.ranks['candidate'][stage]}"
+            f"stage {stage % self.count} on rank {self.ranks['candidate'][stage]} instead of rank "
+            f"{self.ranks['baseline'][stage]}"
             for stage in moved[:2]
         )
-        return f"{said} Stages are on other ranks ({', '.join(where)}); ranks are the candidate's."
+        more = f" and {len(moved) - 2} more" if len(moved) > 2 else ""
+        return f"{said} In the candidate stages are on other ranks ({', '.join(where)}{more}); ranks are named as there."
 
     def spread(self, entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The entries of a spread with the candidate's ranks, and their stages."""
         held = self.ranks["candidate"]
-        return [{**e, "rank": held[e["rank"]], "stage_index": e["rank"]} for e in entries]
+        return [
+            {**e, "rank": held[e["rank"]], "stage_index": e["rank"] % self.count} for e in entries
+        ]
 
     def of_rank(self, side: str, rank: int) -> list[int]:
         """The stages that a rank of a side holds."""
@@ -125,7 +131,8 @@ def arrange(connection: duckdb.DuckDBPyConnection) -> Stages:
             connection.execute(
                 f"CREATE OR REPLACE VIEW {side}.{name} AS SELECT * FROM {side}_{name}_by_stage"
             )
-    return Stages(holders)
+    count = connection.execute("SELECT max(stage_index) + 1 FROM baseline_holders").fetchone()
+    return Stages(holders, count[0] if count is not None else 1)
 
 
 def _arranged(side: str) -> dict[str, str]:
@@ -185,7 +192,9 @@ def _arranged(side: str) -> dict[str, str]:
     }
 
 
-_GRADIENT_INDEX = "CASE c.point WHEN 'local' THEN c.microbatch ELSE 0 END::INTEGER AS backward_index"
+_GRADIENT_INDEX = (
+    "CASE c.point WHEN 'local' THEN c.microbatch ELSE 0 END::INTEGER AS backward_index"
+)
 _PASS = "c.microbatch AS backward_index, 'backward' AS kind"
 
 
@@ -220,7 +229,7 @@ def _actions(side: str) -> str:
                     f"CASE WHEN NOT ({condition}) THEN e.{column.name} END AS {column.name}"
                 )
     return (
-        f"SELECT e.* REPLACE (s.stage::INTEGER AS rank, s.stage::INTEGER AS stage_index, "
+        f"SELECT e.* REPLACE (s.stage::INTEGER AS rank, "
         f"CASE kind WHEN '{FORWARD}' THEN kind ELSE '{FULL}' END AS kind, "
         f"(row_number() OVER (PARTITION BY s.stage, e.step, microbatch, kind = '{FORWARD}' ORDER BY e.record_index) - 1)"
         f"::INTEGER AS occurrence, ((CASE kind WHEN '{FORWARD}' THEN {_FORWARD} ELSE {_BACKWARD} END + microbatch)::BIGINT "

@@ -117,7 +117,9 @@ def _compared(
             cover=cover,
             configuration=tuple(configuration),
             structure=tuple(lone),
-            spread=tuple(alignment.spread() if stages is None else stages.spread(alignment.spread())),
+            spread=tuple(
+                alignment.spread() if stages is None else stages.spread(alignment.spread())
+            ),
             notes=(
                 *notes,
                 *([] if stages is None else [stages.note()]),
@@ -164,10 +166,13 @@ def _on_ranks(origin: O, stages: Stages | None) -> O:
         return origin
     held = stages.ranks["candidate"]
     source = origin.source
+    # Passes have been numbered by microbatch.
+    key = {**origin.difference.key, "backward_index": None}
     return replace(
         origin,
+        difference=replace(origin.difference, key=key),
         ranks=tuple(held[stage] for stage in origin.ranks),
-        place=origin.place or Place(origin.ranks[0]),
+        place=origin.place or Place(origin.ranks[0] % stages.count),
         source=None if source is None else (held[source[0]], source[1]),
     )
 

@@ -17,7 +17,8 @@ from gradtrace_analyzer.run import Run, ranks_phrase, spans
 class Cover:
     """What was compared, and what was not. `flights` are the steps that each side which is a flight recording has.
 
-    With `by_stage`, what are called ranks are the stages of a pipeline, which the sides have on ranks of their own.
+    Where there are `stages`, what are called ranks here are the stages of a pipeline, which the sides have on ranks of
+    their own; it gives the candidate's.
     """
 
     ranks: tuple[int, ...]
@@ -33,7 +34,12 @@ class Cover:
     problems: Mapping[str, tuple[str, ...]]
     has_fingerprints: bool = True
     flights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    by_stage: bool = False
+    stages: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def by_stage(self) -> bool:
+        """Whether stages were compared in place of ranks."""
+        return bool(self.stages)
 
     @property
     def is_whole(self) -> bool:
@@ -107,7 +113,7 @@ def cover_of(
             for side, run in runs.items()
             if run.flight_steps is not None
         },
-        by_stage=stages is not None,
+        stages={} if stages is None else stages.ranks["candidate"],
         has_fingerprints=all(setting(run, "summary") in ("full", None) for run in runs.values()),
     )
 

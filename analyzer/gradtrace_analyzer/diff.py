@@ -259,7 +259,9 @@ def _first(
         return _origin("loss", first, _scaled_alike(own, first))
     if first.table == "stage_events":
         link = "forward" if first.key["kind"] == "forward" else "backward"
-        return _origin("stage" if arrived else link, first, first.reads if arrived else change, None, arrived)
+        return _origin(
+            "stage" if arrived else link, first, first.reads if arrived else change, None, arrived
+        )
     if first.table == "buckets":
         change = first.reads if arrived else change
         return _origin("bucket", first, change, first.key["module_fqn"], arrived)

@@ -22,7 +22,7 @@ _SUMMARY = ("numel", "dtype", "norm", "nan_count", "inf_count", "fingerprint", "
 
 _HALF_WORDS = {
     "forward": "forward",
-    "backward": "whole backward",
+    "backward": "backward",
     "input": "input half",
     "weight": "weight half",
 }

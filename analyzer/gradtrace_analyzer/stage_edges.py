@@ -55,7 +55,11 @@ class StageEdges:
         if first.link != "structure" or first.difference.table == "stage_events":
             return first
         for d in differences:
-            if d.table == "stage_events" and d.rank == first.difference.rank and d.only_in is not None:
+            if (
+                d.table == "stage_events"
+                and d.rank == first.difference.rank
+                and d.only_in is not None
+            ):
                 around = self._around(d.only_in, first.difference)
                 if around == self.place(d):
                     return replace(first, difference=d, place=around)
@@ -86,7 +90,6 @@ class StageEdges:
                 way = Origin("stage", arrived, first.ranks, None, arrived.reads, between=True)
                 origins.append(replace(way, place=place, source=source))
         return (origins, travelled) if origins else (travelled, [])
-
 
 
 _INSIDE = frozenset({"inputs", "module_calls", "node_events", "backward_passes", "gradients"})

@@ -15,7 +15,12 @@ CREATE TEMP TABLE action_counts AS
 WITH ended AS (SELECT rank, max(step) AS step FROM stage_events WHERE NOT list_contains($closed, rank) GROUP BY 1),
 torn AS (SELECT DISTINCT step FROM stage_events WHERE error IS NOT NULL
     UNION SELECT e.step FROM ended e UNION SELECT step FROM stage_events WHERE list_contains($losing, rank)),
-whole AS (FROM stage_events WHERE stage_index IS NOT NULL AND step NOT IN (FROM torn)),
+-- A step whose gradients the optimizer saw, or after which there are others, was not broken off.
+ended_well AS (SELECT DISTINCT rank, step FROM gradients WHERE point = 'final'
+    UNION SELECT DISTINCT rank, step FROM stage_events e
+        WHERE EXISTS (FROM stage_events o WHERE o.rank = e.rank AND o.step > e.step)),
+whole AS (FROM stage_events SEMI JOIN ended_well USING (rank, step)
+    WHERE stage_index IS NOT NULL AND step NOT IN (FROM torn)),
 places AS (SELECT DISTINCT rank, step, stage_index FROM whole),
 microbatches AS (SELECT DISTINCT step, microbatch FROM whole WHERE kind = '{FORWARD}'),
 counts AS (SELECT p.rank, p.step, p.stage_index, m.microbatch,
@@ -57,7 +62,9 @@ def actions_complete(evidence: Evidence) -> Findings:
     cursor = evidence.connection.execute(_BROKEN)
     names = [column[0] for column in cursor.description or ()]
     violations = [_told(dict(zip(names, row, strict=True))) for row in cursor.fetchall()]
-    return outcome(Law.ACTIONS_COMPLETE, violations, compared, "no step was recorded whole of any stage")
+    return outcome(
+        Law.ACTIONS_COMPLETE, violations, compared, "no step was recorded whole of any stage"
+    )
 
 
 def _told(row: dict[str, Any]) -> Violation:

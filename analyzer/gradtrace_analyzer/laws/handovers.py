@@ -27,10 +27,33 @@ LEFT JOIN sent s ON s.rank = n.other_rank AND s.stage_index = n.other_stage AND 
 WHERE r.fingerprint IS NOT NULL AND r.other_stage = n.other_stage
 """
 
+# What never came to the rank it was made for. Either what was sent after it came in the places of other things, since
+# what is not sent is not waited for by a number; or it alone is no send that was waited for, and nothing came.
+_LOST = """
+CREATE TEMP TABLE lost AS
+WITH over AS (SELECT s.*, n.rank AS receiver FROM sent s JOIN neighbours n ON n.other_rank = s.rank
+        AND n.other_stage = s.stage_index AND n.stage_index = s.other_stage AND n.what = s.what AND n.rank <> s.rank
+    WHERE s.fingerprint IS NOT NULL AND s.norm > 0),
+never AS (FROM over o ANTI JOIN received r ON r.rank = o.receiver AND r.step = o.step AND r.fingerprint = o.fingerprint),
+moved AS (SELECT o.rank, o.receiver, o.step, max(o.record_index) AS last FROM over o JOIN received r
+    ON r.rank = o.receiver AND r.step = o.step AND r.fingerprint = o.fingerprint
+    AND (r.what, r.stage_index, r.microbatch) <> (o.what, o.other_stage, o.microbatch) GROUP BY ALL),
+waited AS (SELECT DISTINCT rank, step, stage_index, microbatch, CASE kind WHEN 'send_activations' THEN 'activations'
+    ELSE 'gradient' END AS what FROM stage_events WHERE kind IN ('send_activations', 'send_gradients'))
+SELECT * FROM (SELECT *, EXISTS (FROM moved m WHERE m.rank = o.rank AND m.receiver = o.receiver AND m.step = o.step
+        AND m.last > o.record_index) AS is_moved FROM never o) n
+WHERE is_moved OR (n.rank, n.step, n.stage_index, n.what) IN (SELECT (w.rank, w.step, w.stage_index, w.what) FROM waited w)
+    AND (n.rank, n.step, n.stage_index, n.microbatch, n.what) NOT IN
+        (SELECT (w.rank, w.step, w.stage_index, w.microbatch, w.what) FROM waited w)
+    AND (n.receiver, n.step, n.other_stage, n.microbatch, n.what) NOT IN
+        (SELECT (r.rank, r.step, r.stage_index, r.microbatch, r.what) FROM received r)
+QUALIFY row_number() OVER (PARTITION BY n.rank, n.receiver ORDER BY step, record_index) = 1
+"""
+
 _BROKEN = """
-SELECT *, count(*) OVER (PARTITION BY stage_index, what, is_sent) AS like_it FROM handovers
-WHERE CASE WHEN is_sent THEN sent_fingerprint <> fingerprint ELSE list_contains($whole, other_rank) AND
-    EXISTS (FROM sent o WHERE o.rank = other_rank AND o.step = handovers.step AND o.stage_index = other_stage) END
+SELECT *, count(*) OVER (PARTITION BY stage_index, what, is_sent) AS like_it FROM handovers h
+WHERE NOT EXISTS (FROM lost l WHERE l.rank = h.other_rank AND l.receiver = h.rank AND l.step <= h.step) AND CASE WHEN is_sent THEN sent_fingerprint <> fingerprint ELSE list_contains($whole, other_rank) AND
+    EXISTS (FROM sent o WHERE o.rank = other_rank AND o.step = h.step AND o.stage_index = other_stage) END
 QUALIFY row_number() OVER (PARTITION BY stage_index, what, is_sent ORDER BY step, start_ns) = 1
 ORDER BY step, start_ns
 """
@@ -41,20 +64,52 @@ def handovers_equal(evidence: Evidence) -> Findings:
     if not make_handed(evidence.connection):
         return Findings()  # no pipeline: that is no lack
     evidence.connection.execute(_PAIRED)
+    evidence.connection.execute(_LOST)
     [(compared,)] = evidence.rows("SELECT count(*) FROM handovers WHERE is_sent")
     whole = sorted(evidence.closed_ranks - evidence.losing_ranks) or [-1]
-    cursor = evidence.connection.execute(_BROKEN, {"whole": whole})
-    names = [column[0] for column in cursor.description or ()]
-    rows = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
-    violations = [v for row in rows for v in _told(evidence, row)]
+    violations = [_missing(row) for row in _named(evidence, "FROM lost ORDER BY step, start_ns")]
+    violations += [
+        v for row in _named(evidence, _BROKEN, {"whole": whole}) for v in _told(evidence, row)
+    ]
     return outcome(Law.HANDOVERS_EQUAL, violations, compared, NO_STAGE)
+
+
+def _named(
+    evidence: Evidence, query: str, parameters: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    cursor = evidence.connection.execute(query, parameters or {})
+    names = [column[0] for column in cursor.description or ()]
+    return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+
+def _missing(row: Mapping[str, Any]) -> Violation:
+    what = "activations" if row["what"] == "activations" else "gradient"
+    then = f"Rank {row['receiver']} waits for it."
+    if row["is_moved"]:
+        then = f"What rank {row['rank']} sent after it came in the place of other things."
+    return violation(
+        Law.HANDOVERS_EQUAL,
+        row["step"],
+        f"Step {row['step']}, microbatch {row['microbatch']}: the {what} that stage {row['stage_index']} (rank "
+        f"{row['rank']}) made for stage {row['other_stage']} (rank {row['receiver']}) never came there: the send is "
+        f"missing. {then}",
+        rank=row["rank"],
+        ranks=(row["rank"], row["receiver"]),
+        microbatch=row["microbatch"],
+        stage_index=row["stage_index"],
+        phase=PHASES[row["kind"]],
+        count=1,
+        order=-1.0,
+    )
 
 
 def _told(evidence: Evidence, row: Mapping[str, Any]) -> Iterator[Violation]:
     if row["is_sent"] and row["dtype"] != row["sent_dtype"] and _is_rounded(row):
         return
     stage, other = row["stage_index"], row["other_stage"]
-    what, verb = ("the activations", "are") if row["what"] == "activations" else ("the gradient", "is")
+    what, verb = (
+        ("the activations", "are") if row["what"] == "activations" else ("the gradient", "is")
+    )
     start = (
         f"Step {row['step']}, microbatch {row['microbatch']}: {what} that stage {stage} (rank {row['rank']}) received "
         f"from stage {other} (rank {row['other_rank']}) "

@@ -65,9 +65,7 @@ def microbatches_add_up(evidence: Evidence) -> Findings:
     if not any_stage:
         return Findings()
     evidence.connection.execute(_HELD)
-    [(compared,)] = evidence.rows(
-        "SELECT count(*) FROM stage_gradients WHERE old_norm IS NOT NULL"
-    )
+    [(compared,)] = evidence.rows("SELECT count(*) FROM stage_gradients WHERE old_norm IS NOT NULL")
     scaled = evidence.rows(_SCALED)
     violations = [*_lost(evidence), *_unlike(evidence, scaled)]
     return outcome(

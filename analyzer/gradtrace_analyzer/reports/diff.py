@@ -135,12 +135,20 @@ def _inheritance(answer: Answer) -> str:
         return then
     verb = "differs" if len(ranks) == 1 else "differ"
     handed = [o for o in answer.inherited if o.source is not None and o.failure is None]
-    if len(handed) == 1 and handed[0].place is not None and len(ranks) == len(handed[0].ranks):
+    if (
+        len(handed) == 1
+        and not answer.cover.by_stage
+        and handed[0].place is not None
+        and len(ranks) == len(handed[0].ranks)
+    ):
         place = handed[0].place
         return (
             f"{then} {ranks_phrase(ranks).capitalize()} {verb} from what stage {place.stage_index} received for "
             f"microbatch {place.microbatch} on."
         )
+    if handed and answer.cover.by_stage:
+        stages = sorted({o.place.stage_index for o in handed if o.place is not None})
+        return f"{then} {_stages(stages).capitalize()} {'differs' if len(stages) == 1 else 'differ'} from what was received there on."
     if handed:
         return f"{then} {ranks_phrase(ranks).capitalize()} {verb} from what the stages there received on."
     phrase = _LINK_PHRASE.get(links[0], links[0]) if len(links) == 1 else "there"
@@ -189,9 +197,21 @@ def _numbers(change: Change) -> Iterator[str]:
 
 def _spread(spread: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "What differs, by rank:"
-    rows = [(e["rank"], e["link"], e["first_step"], e["row_count"], _largest(e)) for e in spread]
+    by_stage = any("stage_index" in e for e in spread)
+    rows = [
+        (
+            e["rank"],
+            *([e["stage_index"]] if by_stage else []),
+            e["link"],
+            e["first_step"],
+            e["row_count"],
+            _largest(e),
+        )
+        for e in spread
+    ]
     shown = rows[:24]
-    yield from table_lines(("rank", "link", "from step", "rows", "largest error"), shown)
+    names = ("rank", *(["stage"] if by_stage else []), "link", "from step", "rows", "largest error")
+    yield from table_lines(names, shown)
     if len(rows) > len(shown):
         yield f"and {len(rows) - len(shown)} more (--format json has all)"
 
@@ -213,9 +233,7 @@ def _extent(cover: Cover) -> str:
     for rank in cover.ranks:
         by_steps.setdefault(cover.steps.get(rank, ()), []).append(rank)
     who = _stages if cover.by_stage else ranks_phrase
-    return "; ".join(
-        f"{who(ranks)}, {_steps(steps)}" for steps, ranks in by_steps.items() if steps
-    )
+    return "; ".join(f"{who(ranks)}, {_steps(steps)}" for steps, ranks in by_steps.items() if steps)
 
 
 def _stages(stages: Collection[int]) -> str:
@@ -301,7 +319,9 @@ def _origin_object(origin: Origin) -> dict[str, Any]:
         "parameter_fqn": origin.parameter_fqn,
         "bucket_index": d.bucket_index,
         "stage_index": None if origin.place is None else origin.place.stage_index,
-        "microbatch": d.key.get("microbatch", None if origin.place is None else origin.place.microbatch),
+        "microbatch": d.key.get(
+            "microbatch", None if origin.place is None else origin.place.microbatch
+        ),
         "backward_index": d.key.get("backward_index"),
         "call_index": d.key.get("call_index"),
         "name": d.key.get("name"),
@@ -348,7 +368,8 @@ def _failure_object(failure: Failure) -> dict[str, Any]:
 
 def _cover_object(cover: Cover) -> dict[str, Any]:
     return {
-        "ranks": list(cover.ranks),
+        "ranks": sorted({cover.stages.get(rank, rank) for rank in cover.ranks}),
+        "stages": list(cover.ranks) if cover.by_stage else None,
         "steps": sorted({step for own in cover.steps.values() for step in own}),
         "steps_by_rank": {str(r): list(own) for r, own in cover.steps.items()},
         "rows": dict(cover.rows),

@@ -84,10 +84,11 @@ def origin_sentence(origin: Origin) -> str:
     if origin.link == "backward" and origin.gradient_counts is not None:
         a, b = origin.gradient_counts
         verb = "receives" if origin.between else "gives"
+        index = d.key["backward_index"]
+        in_pass = "" if index is None else f", in backward pass {index}"
         return (
-            f"{where}{module} ({origin.node_name}) {verb} {b} gradient{'' if b == 1 else 's'} instead of {a}, "
-            f"in backward pass {d.key['backward_index']}: the pass asks for other gradients, or the graph "
-            "is another."
+            f"{where}{module} ({origin.node_name}) {verb} {b} gradient{'' if b == 1 else 's'} instead of {a}"
+            f"{in_pass}: {'the pass' if in_pass else 'a pass'} asks for other gradients, or the graph is another."
         )
     if origin.link == "backward" and origin.between:
         return (
@@ -122,8 +123,8 @@ def origin_sentence(origin: Origin) -> str:
         return where + _handed_sentence(origin)
     if origin.link == "local_gradient" and origin.place is not None:
         return (
-            f"{where}the gradient accumulated for {origin.parameter_fqn}{_and_others(origin)} {size}, although the "
-            "gradients that the Nodes gave are equal: something changed .grad since the microbatch before, or what "
+            f"{where}the gradient accumulated for {origin.parameter_fqn} {size}, although the gradients that the "
+            "Nodes gave are equal: something changed .grad since the microbatch before, or what "
             "came was not added as it is."
         )
     if origin.link == "local_gradient":
@@ -169,9 +170,7 @@ def _who(origin: Origin) -> str:
 def _handed_sentence(origin: Origin) -> str:
     what = "activations" if origin.difference.key["kind"] == "forward" else "gradient"
     if origin.link != "stage":
-        return (
-            f"what the stage makes for its neighbour (the {what}) {_size(origin)}, although what it received is equal."
-        )
+        return f"what the stage makes for its neighbour (the {what}) {_size(origin)}, although what it received is equal."
     rank, stage = origin.source or (None, None)
     sender = "its neighbour" if stage is None else f"stage {stage}"
     of_rank = "" if stage is None else f" (rank {rank})"
@@ -208,8 +207,11 @@ def _rescaled(origin: Origin) -> str:
     how = "changed" if found.times is None else f"multiplied by {found.times:.4g}"
     where = "one of the runs alone" if found.side is None else f"the {found.side} alone"
     more = f" and {found.others} more" if found.others else ""
+    what = (
+        "microbatches" if origin.difference.key.get("backward_index") is None else "backward passes"
+    )
     return (
-        f" That factor ends between backward passes {found.after} and {found.backward_index}: there the .grad "
+        f" That factor ends between {what} {found.after} and {found.backward_index}: there the .grad "
         f"of {found.parameter_fqn}{more} was {how} outside backward, in {where}."
     )
 

@@ -148,7 +148,7 @@ class Stage(pipelining.PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """May send nothing."""
         made = super().get_fwd_send_ops(fwd_chunk_id)
-        return [] if self.fault.hits(self, fwd_chunk_id, "send-lost") else made
+        return [] if self.fault.hits(self, fwd_chunk_id, "activation-lost") else made
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """May send something else."""
@@ -161,7 +161,8 @@ class Stage(pipelining.PipelineStage):
             given = self.sent[-1]
         self.bwd_cache[bwd_chunk_id] = (given, *rest)
         self.sent.append(given)
-        return super().get_bwd_send_ops(bwd_chunk_id)
+        made = super().get_bwd_send_ops(bwd_chunk_id)
+        return [] if self.fault.hits(self, bwd_chunk_id, "gradient-lost") else made
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """May be forgotten."""
