@@ -161,7 +161,10 @@ def _arranged(side: str) -> dict[str, str]:
     )
     gradients = (
         f"SELECT c.* {_placed(points, late=_SUMS, more=_GRADIENT_INDEX)} "
-        f"FROM {side}.gradients c JOIN {side}_stages s USING (rank, root) JOIN {side}_begins b USING (rank, step)"
+        f"FROM {side}.gradients c JOIN {side}_stages s USING (rank, root) JOIN {side}_begins b USING (rank, step) "
+        # A half that was run again adds to the same microbatch.
+        "QUALIFY c.point <> 'local' OR row_number() OVER (PARTITION BY c.rank, c.step, c.root, c.parameter_fqn, "
+        "c.point, c.microbatch ORDER BY c.record_index DESC) = 1"
     )
     buckets = (
         f"SELECT c.* {_placed(_REDUCED, more='c.microbatch AS backward_index')} FROM {side}.buckets c "

@@ -115,8 +115,11 @@ class Stage(pipelining.PipelineStage):
             for group in bwd_kwargs["param_groups"]:
                 is_tied = len(group["intermediates"]) > 1
                 if is_tied and self.fault.hits(self, self.weights_of, "tied-weight-lost"):
-                    group["intermediates"].pop()
-                    group["grads"].pop()
+                    # That of the second use: torch has them in no order.
+                    used = [node._sequence_nr() for node in group["intermediates"]]
+                    second = used.index(max(used))
+                    group["intermediates"].pop(second)
+                    group["grads"].pop(second)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     weights_of = -1
