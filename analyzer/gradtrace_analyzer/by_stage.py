@@ -1,4 +1,4 @@
-"""Two pipelines that were scheduled otherwise, arranged alike: by stage in place of rank, by microbatch in place of time.
+"""Two pipelines that were scheduled otherwise, arranged alike: by stage, not by rank; by microbatch, not by time.
 
 A schedule may split a backward pass in two, order microbatches otherwise, and put stages on other ranks. None of that
 is a difference. So the views of both runs are replaced: each stage is a rank of its own, its rows are in the order
@@ -62,7 +62,8 @@ class Stages:
             for stage in moved[:2]
         )
         more = f" and {len(moved) - 2} more" if len(moved) > 2 else ""
-        return f"{said} In the candidate stages are on other ranks ({', '.join(where)}{more}); ranks are named as there."
+        where_all = f"{', '.join(where)}{more}"
+        return f"{said} In the candidate stages are on other ranks ({where_all}); ranks are named as there."
 
     def spread(self, entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The entries of a spread with the candidate's ranks, and their stages."""
@@ -234,10 +235,12 @@ def _actions(side: str) -> str:
     return (
         f"SELECT e.* REPLACE (s.stage::INTEGER AS rank, "
         f"CASE kind WHEN '{FORWARD}' THEN kind ELSE '{FULL}' END AS kind, "
-        f"(row_number() OVER (PARTITION BY s.stage, e.step, microbatch, kind = '{FORWARD}' ORDER BY e.record_index) - 1)"
-        f"::INTEGER AS occurrence, ((CASE kind WHEN '{FORWARD}' THEN {_FORWARD} ELSE {_BACKWARD} END + microbatch)::BIGINT "
-        f"* {_BLOCK} + e.record_index - b.begins + {_END})::BIGINT AS record_index, {', '.join(nulls)}) "
-        f"FROM {side}.stage_events e JOIN {side}_holders s USING (rank, stage_index) JOIN {side}_begins b USING (rank, step) "
+        f"(row_number() OVER (PARTITION BY s.stage, e.step, microbatch, kind = '{FORWARD}' "
+        "ORDER BY e.record_index) - 1)::INTEGER AS occurrence, "
+        f"((CASE kind WHEN '{FORWARD}' THEN {_FORWARD} ELSE {_BACKWARD} END + microbatch)::BIGINT * {_BLOCK} "
+        f"+ e.record_index - b.begins + {_END})::BIGINT AS record_index, {', '.join(nulls)}) "
+        f"FROM {side}.stage_events e JOIN {side}_holders s USING (rank, stage_index) "
+        f"JOIN {side}_begins b USING (rank, step) "
         f"WHERE kind IN ('{FORWARD}', '{FULL}', '{INPUT}') AND error IS NULL"
     )
 
@@ -340,9 +343,11 @@ def _weighted(table: str) -> str:
         "1" if position == 0 else str(int(weight) % (1 << 64))
         for position, weight in enumerate(multipliers(1 << 40, 64))
     )
-    unsigned = f"({table}.fingerprint::HUGEINT + CASE WHEN {table}.fingerprint < 0 THEN {1 << 64}::HUGEINT ELSE 0 END)"
-    product = f"({unsigned}::UHUGEINT * [{weights}][{table}.position % 64 + 1]::UHUGEINT % {1 << 64}::UHUGEINT)::HUGEINT"
-    return f"({product} - CASE WHEN {product} >= {1 << 63}::HUGEINT THEN {1 << 64}::HUGEINT ELSE 0 END)::BIGINT"
+    whole, half = f"{1 << 64}::HUGEINT", f"{1 << 63}::HUGEINT"
+    bits, weight = f"{table}.fingerprint::HUGEINT", f"[{weights}][{table}.position % 64 + 1]"
+    unsigned = f"({bits} + CASE WHEN {bits} < 0 THEN {whole} ELSE 0 END)"
+    product = f"({unsigned}::UHUGEINT * {weight}::UHUGEINT % {1 << 64}::UHUGEINT)::HUGEINT"
+    return f"({product} - CASE WHEN {product} >= {half} THEN {whole} ELSE 0 END)::BIGINT"
 
 
 def _only_last_sums(connection: duckdb.DuckDBPyConnection) -> None:
@@ -360,7 +365,10 @@ def _only_last_sums(connection: duckdb.DuckDBPyConnection) -> None:
     )
     for side in SIDES:
         table = f"{side}_gradients_by_stage"
-        same = f"o.side = '{side}' AND o.rank = t.rank AND o.step = t.step AND o.root = t.root AND o.parameter_fqn = t.parameter_fqn"
+        same = (
+            f"o.side = '{side}' AND o.rank = t.rank AND o.step = t.step AND o.root = t.root "
+            "AND o.parameter_fqn = t.parameter_fqn"
+        )
         connection.execute(
             f"DELETE FROM {table} t WHERE point = 'local' AND EXISTS (FROM otherwise_added o WHERE {same} "
             "AND o.last <> t.record_index)"

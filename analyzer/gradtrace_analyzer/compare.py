@@ -41,7 +41,7 @@ from gradtrace_analyzer.replayed import replayed
 from gradtrace_analyzer.reports.failures import died_phrase
 from gradtrace_analyzer.run import Run, ranks_phrase
 
-O = TypeVar("O", Origin, Origin | None)
+_Place = TypeVar("_Place", Origin, Origin | None)
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
 WITNESS_ROWS = 8
@@ -160,7 +160,7 @@ def _compared(
     return answer("different", origins=origins, inherited=inherited, first_bits=first_bits)
 
 
-def _on_ranks(origin: O, stages: Stages | None) -> O:
+def _on_ranks(origin: _Place, stages: Stages | None) -> _Place:
     """An origin with the candidate's ranks in place of the stages that were compared as such."""
     if stages is None or origin is None:
         return origin

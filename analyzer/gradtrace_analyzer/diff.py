@@ -33,8 +33,8 @@ class Origin:
     (the other parameters of a changed set). `failure` is the exception that one side's backward pass ended
     with, where that is the place. `positions` are those of the Node's `position_count` gradients that differ,
     where not all do; `gradient_counts` their numbers on both sides where these differ. `aside` is a difference
-    before it in a forward that no backward pass followed, `rescaled` where its factor ends. In a pipeline, `place` is the action that it is in, `source` the rank and
-    stage that what it received came from, where that is what differs.
+    before it in a forward that no backward pass followed, `rescaled` where its factor ends. In a pipeline, `place` is
+    the action that it is in, `source` the rank and stage that what it received came from, where that differs.
     """
 
     link: str

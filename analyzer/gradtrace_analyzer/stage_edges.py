@@ -24,7 +24,8 @@ _Action = tuple[int, int, int, bool]
 class StageEdges:
     """The actions of each rank's step by side, in order, and who sends what to whom.
 
-    `stages` is the stage that a root of a rank is of, `sources` is by (rank, stage, whether it is a forward) the rank and stage that what it receives comes from.
+    `stages` is the stage that a root of a rank is of, `sources` is by (rank, stage, whether it is a forward) the rank
+    and stage that what it receives comes from.
     """
 
     actions: Mapping[tuple[str, int], Sequence[tuple[float, Place]]]

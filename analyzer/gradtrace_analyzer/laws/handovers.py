@@ -34,7 +34,8 @@ CREATE TEMP TABLE lost AS
 WITH over AS (SELECT s.*, n.rank AS receiver FROM sent s JOIN neighbours n ON n.other_rank = s.rank
         AND n.other_stage = s.stage_index AND n.stage_index = s.other_stage AND n.what = s.what AND n.rank <> s.rank
     WHERE s.fingerprint IS NOT NULL AND s.norm > 0),
-never AS (FROM over o ANTI JOIN received r ON r.rank = o.receiver AND r.step = o.step AND r.fingerprint = o.fingerprint),
+never AS (FROM over o ANTI JOIN received r
+    ON r.rank = o.receiver AND r.step = o.step AND r.fingerprint = o.fingerprint),
 moved AS (SELECT o.rank, o.receiver, o.step, max(o.record_index) AS last FROM over o JOIN received r
     ON r.rank = o.receiver AND r.step = o.step AND r.fingerprint = o.fingerprint
     AND (r.what, r.stage_index, r.microbatch) <> (o.what, o.other_stage, o.microbatch) GROUP BY ALL),
@@ -42,7 +43,8 @@ waited AS (SELECT DISTINCT rank, step, stage_index, microbatch, CASE kind WHEN '
     ELSE 'gradient' END AS what FROM stage_events WHERE kind IN ('send_activations', 'send_gradients'))
 SELECT * FROM (SELECT *, EXISTS (FROM moved m WHERE m.rank = o.rank AND m.receiver = o.receiver AND m.step = o.step
         AND m.last > o.record_index) AS is_moved FROM never o) n
-WHERE is_moved OR (n.rank, n.step, n.stage_index, n.what) IN (SELECT (w.rank, w.step, w.stage_index, w.what) FROM waited w)
+WHERE is_moved
+    OR (n.rank, n.step, n.stage_index, n.what) IN (SELECT (w.rank, w.step, w.stage_index, w.what) FROM waited w)
     AND (n.rank, n.step, n.stage_index, n.microbatch, n.what) NOT IN
         (SELECT (w.rank, w.step, w.stage_index, w.microbatch, w.what) FROM waited w)
     AND (n.receiver, n.step, n.other_stage, n.microbatch, n.what) NOT IN
@@ -52,8 +54,9 @@ QUALIFY row_number() OVER (PARTITION BY n.rank, n.receiver ORDER BY step, record
 
 _BROKEN = """
 SELECT *, count(*) OVER (PARTITION BY stage_index, what, is_sent) AS like_it FROM handovers h
-WHERE NOT EXISTS (FROM lost l WHERE l.rank = h.other_rank AND l.receiver = h.rank AND l.step <= h.step) AND CASE WHEN is_sent THEN sent_fingerprint <> fingerprint ELSE list_contains($whole, other_rank) AND
-    EXISTS (FROM sent o WHERE o.rank = other_rank AND o.step = h.step AND o.stage_index = other_stage) END
+WHERE NOT EXISTS (FROM lost l WHERE l.rank = h.other_rank AND l.receiver = h.rank AND l.step <= h.step)
+    AND CASE WHEN is_sent THEN sent_fingerprint <> fingerprint ELSE list_contains($whole, other_rank)
+        AND EXISTS (FROM sent o WHERE o.rank = other_rank AND o.step = h.step AND o.stage_index = other_stage) END
 QUALIFY row_number() OVER (PARTITION BY stage_index, what, is_sent ORDER BY step, start_ns) = 1
 ORDER BY step, start_ns
 """

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradtrace_analyzer.laws.evidence import Evidence
-from gradtrace_analyzer.laws.handovers import NO_STAGE
 from gradtrace_analyzer.laws.law import Findings, Law, Violation, outcome, violation
 from gradtrace_analyzer.laws.phrases import listed
 from gradtrace_analyzer.pipelines import stages_of_roots
@@ -47,8 +46,9 @@ _SCALED = f"""
 WITH last AS (SELECT rank, step, root, parameter_fqn, arg_max(sketch, record_index)::DOUBLE[] AS a
     FROM gradients WHERE point IN ('local', 'reduced') GROUP BY ALL),
 factors AS (
-    SELECT f.rank, f.step, r.stage_index, parameter_fqn, list_dot_product(a, f.sketch::DOUBLE[]) / list_dot_product(a, a) AS
-        factor, list_distance([x * factor for x in a], f.sketch::DOUBLE[]) / sqrt(list_dot_product(a, a)) AS rest
+    SELECT f.rank, f.step, r.stage_index, parameter_fqn,
+        list_dot_product(a, f.sketch::DOUBLE[]) / list_dot_product(a, a) AS factor,
+        list_distance([x * factor for x in a], f.sketch::DOUBLE[]) / sqrt(list_dot_product(a, a)) AS rest
     FROM last JOIN gradients f USING (rank, step, root, parameter_fqn) JOIN ({stages_of_roots()}) r USING (rank, root)
     WHERE f.point = 'final' AND len(a) = len(f.sketch) AND list_dot_product(a, a) > 0
         AND f.nan_count + f.inf_count = 0)

@@ -148,7 +148,8 @@ def _inheritance(answer: Answer) -> str:
         )
     if handed and answer.cover.by_stage:
         stages = sorted({o.place.stage_index for o in handed if o.place is not None})
-        return f"{then} {_stages(stages).capitalize()} {'differs' if len(stages) == 1 else 'differ'} from what was received there on."
+        verb = "differs" if len(stages) == 1 else "differ"
+        return f"{then} {_stages(stages).capitalize()} {verb} from what was received there on."
     if handed:
         return f"{then} {ranks_phrase(ranks).capitalize()} {verb} from what the stages there received on."
     phrase = _LINK_PHRASE.get(links[0], links[0]) if len(links) == 1 else "there"

@@ -170,7 +170,8 @@ def _who(origin: Origin) -> str:
 def _handed_sentence(origin: Origin) -> str:
     what = "activations" if origin.difference.key["kind"] == "forward" else "gradient"
     if origin.link != "stage":
-        return f"what the stage makes for its neighbour (the {what}) {_size(origin)}, although what it received is equal."
+        made = f"what the stage makes for its neighbour (the {what})"
+        return f"{made} {_size(origin)}, although what it received is equal."
     rank, stage = origin.source or (None, None)
     sender = "its neighbour" if stage is None else f"stage {stage}"
     of_rank = "" if stage is None else f" (rank {rank})"
