@@ -57,7 +57,7 @@ FAULTS = [
     Fault("weight-half-twice", 1, 2, "weight", "ran 1 input half and 2 weight halves", DONE, "structure"),
     Fault("gradient-zeroed", 1, 1, "weight", "was set to zero before microbatch 2", ADDED, "local_gradient"),
     Fault("input-detached", 2, 1, "input", "is all zero", link="backward", node="MulBackward0"),
-    Fault("tied-weight-lost", 2, 1, "weight", "of tied is in the baseline alone", link="structure", node="AddmmBackward0"),
+    Fault("tied-weight-lost", 2, 1, "weight", "of tied is in the baseline", link="structure", node="AddmmBackward0"),
     Fault("loss-scaled-twice", 3, 1, "input", "the gradient that leaves it is 0.25 times", link="loss"),
     Fault("forward-scaled", 1, 2, "forward", "it is 1.001 times the baseline's", link="forward"),
 ]  # fmt: skip

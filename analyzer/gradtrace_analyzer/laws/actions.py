@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradtrace_analyzer.laws.evidence import Evidence
+from gradtrace_analyzer.laws.handovers import without_stages
 from gradtrace_analyzer.laws.law import Findings, Law, Violation, outcome, violation
 from gradtrace_analyzer.pipelines import FORWARD, FULL, INPUT, WEIGHT
 
@@ -58,7 +59,7 @@ def actions_complete(evidence: Evidence) -> Findings:
     )
     [(compared,)] = evidence.rows("SELECT count(*) FROM action_counts")
     if not compared and not evidence.rows("SELECT 1 FROM stage_events LIMIT 1"):
-        return Findings()
+        return without_stages(evidence, Law.ACTIONS_COMPLETE)
     cursor = evidence.connection.execute(_BROKEN)
     names = [column[0] for column in cursor.description or ()]
     violations = [_told(dict(zip(names, row, strict=True))) for row in cursor.fetchall()]

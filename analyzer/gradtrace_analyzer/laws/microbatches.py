@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradtrace_analyzer.laws.evidence import Evidence
+from gradtrace_analyzer.laws.handovers import without_stages
 from gradtrace_analyzer.laws.law import Findings, Law, Violation, outcome, violation
 from gradtrace_analyzer.laws.phrases import listed
 from gradtrace_analyzer.pipelines import stages_of_roots
@@ -63,7 +64,7 @@ def microbatches_add_up(evidence: Evidence) -> Findings:
         "SELECT count(*) FROM stage_events WHERE stage_index IS NOT NULL"
     )
     if not any_stage:
-        return Findings()
+        return without_stages(evidence, Law.MICROBATCHES_ADD_UP)
     evidence.connection.execute(_HELD)
     [(compared,)] = evidence.rows("SELECT count(*) FROM stage_gradients WHERE old_norm IS NOT NULL")
     scaled = evidence.rows(_SCALED)
