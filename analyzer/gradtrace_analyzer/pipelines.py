@@ -140,5 +140,5 @@ def stages_of_roots(schema: str = "") -> str:
         f"UNION SELECT DISTINCT c.rank, c.root, e.stage_index FROM {schema}module_calls c "
         f"JOIN {schema}stage_events e ON e.rank = c.rank AND e.step = c.step AND e.microbatch = c.microbatch "
         f"AND e.kind = '{FORWARD}' AND c.start_ns >= e.start_ns AND c.end_ns <= e.end_ns "
-        "WHERE e.stage_index IS NOT NULL) GROUP BY ALL HAVING count(DISTINCT stage_index) = 1"
+        "WHERE e.stage_index IS NOT NULL AND c.depth = 0) GROUP BY ALL HAVING count(DISTINCT stage_index) = 1"
     )

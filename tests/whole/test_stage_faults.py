@@ -157,7 +157,20 @@ def test_diff_names_one_origin(fault: Fault, recorded: Ahead[str, Path]) -> None
         assert fault.says in forth["explanation"]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=id_of)
+# Those that differ in kind from the others, as seen from there.
+AMONG_OTHERS = {
+    "sent-gradient-scaled", "activation-corrupted", "weight-half-skipped", "weight-half-twice", "gradient-zeroed",
+    "input-detached", "tied-weight-lost", "loss-scaled-twice",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(f, id=f.kind, marks=[] if f.kind in AMONG_OTHERS else [pytest.mark.slow])
+        for f in FAULTS
+    ],
+)
 def test_diff_against_a_schedule_that_does_not_split(
     fault: Fault, recorded: Ahead[str, Path]
 ) -> None:
