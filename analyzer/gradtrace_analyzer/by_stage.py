@@ -14,11 +14,10 @@ from typing import Any
 
 import duckdb
 
+from gradtrace_analyzer.halves import whole_nodes
 from gradtrace_analyzer.pipelines import FORWARD, FULL, INPUT, WEIGHT, stages_of_roots
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.steps import DIGEST_LINKS
-from gradtrace_schemas.summary import multipliers
-from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
 
 SIDES = ("baseline", "candidate")
 
@@ -33,10 +32,11 @@ _SUMS, _END = _BLOCK // 4, _BLOCK // 2
 @dataclass(frozen=True)
 class Stages:
     """Which ranks of each side hold which stage. Where several ranks hold it, each copy of the pipeline has its own
-    numbers, `count` apart."""
+    numbers, `count` apart. `left_out` counts the parameters that are of no stage, as far as is known."""
 
     ranks: Mapping[str, Mapping[int, int]]
     count: int
+    left_out: int = 0
 
     @property
     def common(self) -> list[int]:
@@ -54,6 +54,9 @@ class Stages:
             "The runs are scheduled otherwise: they were compared stage by stage and microbatch by microbatch, "
             "whatever the order, and a backward pass that was split as a whole one."
         )
+        if self.left_out:
+            are = "parameter is" if self.left_out == 1 else "parameters are"
+            said += f" {self.left_out} {are} of no stage that is known, and not compared."
         if not moved:
             return said
         where = (
@@ -125,15 +128,22 @@ def arrange(connection: duckdb.DuckDBPyConnection) -> Stages:
     for side in SIDES:
         for name, query in _arranged(side).items():
             connection.execute(f"CREATE TEMP TABLE {side}_{name}_by_stage AS {query}")
+    left_out = max(
+        connection.execute(
+            f"SELECT count(DISTINCT (rank, root, parameter_fqn)) FROM {side}.parameters "
+            f"ANTI JOIN {side}_stages USING (rank, root)"
+        ).fetchall()[0][0]
+        for side in SIDES
+    )
     _only_last_sums(connection)
-    _only_common_losses(connection)
+    _only_in_both(connection)
     for side in SIDES:
         for name in _arranged(side):
             connection.execute(
                 f"CREATE OR REPLACE VIEW {side}.{name} AS SELECT * FROM {side}_{name}_by_stage"
             )
     count = connection.execute("SELECT max(stage_index) + 1 FROM baseline_holders").fetchone()
-    return Stages(holders, count[0] if count is not None else 1)
+    return Stages(holders, count[0] if count is not None else 1, left_out)
 
 
 def _arranged(side: str) -> dict[str, str]:
@@ -186,7 +196,9 @@ def _arranged(side: str) -> dict[str, str]:
         "gradients": gradients,
         "buckets": buckets,
         "backward_passes": passes,
-        "node_events": _nodes(side),
+        "node_events": whole_nodes(
+            side, lambda microbatch: f"({_BACKWARD} + {microbatch})::BIGINT * {_BLOCK}"
+        ),
         "node_tensors": f"SELECT * FROM {side}.node_tensors WHERE false",
         "stage_events": _actions(side),
         "steps": _steps(side),
@@ -264,92 +276,6 @@ def _steps(side: str) -> str:
     )
 
 
-def _nodes(side: str) -> str:
-    """A Node's runs in the halves of a pass as one: what came in last, and all different gradients that went out."""
-    lanes = ", ".join(f"sum(sketch[{lane + 1}])::FLOAT" for lane in range(NODE_SKETCH_LANES))
-    folded = ", ".join(
-        " + ".join(f"t.sketch[{k}]" for k in range(lane + 1, SKETCH_LANES + 1, NODE_SKETCH_LANES))
-        for lane in range(NODE_SKETCH_LANES)
-    )
-    summary = ("numel", "dtype", "norm", "abs_max", "sum", "nan_count", "inf_count", "fingerprint")
-    own = ", ".join(f"n.grad_input_{name} AS {name}" for name in summary)
-    parts = ", ".join(f"t.{name}" for name in summary if name != "fingerprint")
-    turned = ", ".join(
-        f"folded[({lane} - position + {64 * NODE_SKETCH_LANES}) % {NODE_SKETCH_LANES} + 1]"
-        for lane in range(NODE_SKETCH_LANES)
-    )
-    call = "rank, step, microbatch, stage_index, root, module_fqn, call_index, node_name"
-    identity = f"{call}, autograd_seq"
-    same = " AND ".join(f"g.{name} IS NOT DISTINCT FROM n.{name}" for name in identity.split(", "))
-    of_call = ", ".join(f"n.{name}" for name in call.split(", "))
-    arrived = [f"grad_output_{name}" for name in (*summary, "sketch")]
-    last = ", ".join(f"arg_max({name}, n.record_index) AS {name}" for name in arrived)
-    left = {
-        "numel": "sum(numel)::BIGINT",
-        "dtype": "min(dtype)",
-        "norm": "sqrt(sum(norm * norm))",
-        "abs_max": "max(abs_max)",
-        "sum": "sum(sum)",
-        "nan_count": "sum(nan_count)::BIGINT",
-        "inf_count": "sum(inf_count)::BIGINT",
-        # The sum of them, small enough to be a number of the same type.
-        "fingerprint": "(sum(fingerprint::HUGEINT) % (2::HUGEINT ** 61)::HUGEINT)::BIGINT",
-        "sketch": f"CASE WHEN count(sketch) = count(*) THEN [{lanes}] END",
-    }
-    outputs = ", ".join(f"{value} AS grad_input_{name}" for name, value in left.items())
-    replaced = [
-        "s.stage::INTEGER AS rank",
-        "CASE WHEN n.root IS NOT NULL THEN s.stage END::INTEGER AS root",
-        "n.microbatch AS backward_index",
-        "(row_number() OVER (PARTITION BY s.stage, n.step, n.microbatch ORDER BY n.record_index) - 1)::INTEGER "
-        "AS event_index",
-        f"(({_BACKWARD} + n.microbatch)::BIGINT * {_BLOCK} + n.record_index - b.begins)::BIGINT AS record_index",
-        # A Node's number among those of its pass is another where the pass has fewer of them.
-        f"(row_number() OVER (PARTITION BY {of_call} ORDER BY n.autograd_seq, n.record_index) - 1)::INTEGER "
-        "AS occurrence",
-        "g.outcome AS outcome",
-        "coalesce(o.count, 0)::INTEGER AS grad_input_count",
-        *(f"g.{name} AS {name}" for name in arrived),
-        *(f"o.grad_input_{name} AS grad_input_{name}" for name in left),
-    ]
-    return f"""
-WITH ran AS (SELECT * FROM {side}.node_events WHERE stage_index IS NOT NULL AND node_name <> 'AccumulateGrad'),
-grouped AS (SELECT {identity}, min(n.record_index) AS first, max(outcome) AS outcome, {last} FROM ran n GROUP BY ALL),
-gone AS (
-    SELECT g.rank, g.step, g.first, {own}, n.grad_input_sketch AS sketch FROM ran n JOIN grouped g ON {same}
-        WHERE n.grad_input_count = 1 AND n.grad_input_numel IS NOT NULL
-    UNION ALL SELECT rank, step, first, {", ".join(summary)}, [{turned}] FROM (
-        SELECT g.rank, g.step, g.first, {parts}, {_weighted("t")} AS fingerprint, t.position,
-            CASE WHEN len(t.sketch) = {NODE_SKETCH_LANES} THEN t.sketch WHEN len(t.sketch) = {SKETCH_LANES}
-            THEN [{folded}] END AS folded FROM ran n JOIN grouped g ON {same}
-        JOIN {side}.node_tensors t ON t.rank = n.rank AND t.step = n.step AND t.backward_index = n.backward_index
-            AND t.event_index = n.event_index AND t.direction = 'grad_input' WHERE n.grad_input_count > 1)),
-different AS (SELECT DISTINCT ON (rank, step, first, numel, fingerprint, norm) * FROM gone),
-outputs AS (SELECT rank, step, first, count(*) AS count, {outputs} FROM different GROUP BY ALL)
-SELECT n.* REPLACE ({", ".join(replaced)}) FROM ran n
-JOIN grouped g ON g.rank = n.rank AND g.step = n.step AND g.first = n.record_index
-LEFT JOIN outputs o ON o.rank = n.rank AND o.step = n.step AND o.first = n.record_index
-JOIN {side}_holders s ON s.rank = n.rank AND s.stage_index = n.stage_index
-JOIN {side}_begins b ON b.rank = n.rank AND b.step = n.step
-"""
-
-
-def _weighted(table: str) -> str:
-    """The fingerprint of one of several gradients as it is of one alone, which is weighted by its position.
-
-    Source: `combined` of the recorder's summaries/values.py.
-    """
-    weights = ", ".join(
-        "1" if position == 0 else str(int(weight) % (1 << 64))
-        for position, weight in enumerate(multipliers(1 << 40, 64))
-    )
-    whole, half = f"{1 << 64}::HUGEINT", f"{1 << 63}::HUGEINT"
-    bits, weight = f"{table}.fingerprint::HUGEINT", f"[{weights}][{table}.position % 64 + 1]"
-    unsigned = f"({bits} + CASE WHEN {bits} < 0 THEN {whole} ELSE 0 END)"
-    product = f"({unsigned}::UHUGEINT * {weight}::UHUGEINT % {1 << 64}::UHUGEINT)::HUGEINT"
-    return f"({product} - CASE WHEN {product} >= {half} THEN {whole} ELSE 0 END)::BIGINT"
-
-
 def _only_last_sums(connection: duckdb.DuckDBPyConnection) -> None:
     """Where microbatches were added in another order, only the sum of all of them is the same."""
     orders = " UNION ALL ".join(
@@ -379,10 +305,15 @@ def _only_last_sums(connection: duckdb.DuckDBPyConnection) -> None:
         )
 
 
-def _only_common_losses(connection: duckdb.DuckDBPyConnection) -> None:
-    """A half may have no loss of its own."""
+_IN_BOTH = ("parameters", "inputs", "module_calls", "backward_passes", "node_events", "gradients")
+
+
+def _only_in_both(connection: duckdb.DuckDBPyConnection) -> None:
+    """What of a stage one side has no row of at all was not recorded there: a half has no loss of its own."""
+    points = " AND (t.point <> 'local' OR o.point = 'local')"
     for side, other in (SIDES, SIDES[::-1]):
-        connection.execute(
-            f"DELETE FROM {side}_backward_passes_by_stage t WHERE NOT EXISTS "
-            f"(FROM {other}_backward_passes_by_stage o WHERE o.rank = t.rank)"
-        )
+        for name in _IN_BOTH:
+            connection.execute(
+                f"DELETE FROM {side}_{name}_by_stage t WHERE NOT EXISTS "
+                f"(FROM {other}_{name}_by_stage o WHERE o.rank = t.rank{points if name == 'gradients' else ''})"
+            )

@@ -132,13 +132,22 @@ def make_handed(connection: duckdb.DuckDBPyConnection, schema: str = "", prefix:
 
 
 def stages_of_roots(schema: str = "") -> str:
-    """A query: the stage that each root of a rank belongs to (rank, root, stage_index), where it is one alone."""
-    return (
-        "SELECT rank, root, min(stage_index) AS stage_index FROM ("
-        f"SELECT DISTINCT rank, root, stage_index FROM {schema}node_events "
-        "WHERE stage_index IS NOT NULL AND root IS NOT NULL "
-        f"UNION SELECT DISTINCT c.rank, c.root, e.stage_index FROM {schema}module_calls c "
-        f"JOIN {schema}stage_events e ON e.rank = c.rank AND e.step = c.step AND e.microbatch = c.microbatch "
-        f"AND e.kind = '{FORWARD}' AND c.start_ns >= e.start_ns AND c.end_ns <= e.end_ns "
-        "WHERE e.stage_index IS NOT NULL AND c.depth = 0) GROUP BY ALL HAVING count(DISTINCT stage_index) = 1"
-    )
+    """A query: the stage that each root of a rank belongs to (rank, root, stage_index), where it is one alone.
+
+    Nodes say it, and calls inside an action. Where no call was recorded, the order does: roots are numbered by their
+    first call, and on a rank the lower of its stages is called first.
+    """
+    number = "row_number() OVER (PARTITION BY rank ORDER BY {by}) AS number, count(*) OVER (PARTITION BY rank) AS count"
+    return f"""
+SELECT rank, root, min(stage_index) AS stage_index FROM (
+    SELECT DISTINCT rank, root, stage_index FROM {schema}node_events
+        WHERE stage_index IS NOT NULL AND root IS NOT NULL
+    UNION SELECT DISTINCT c.rank, c.root, e.stage_index FROM {schema}module_calls c JOIN {schema}stage_events e
+        ON e.rank = c.rank AND e.step = c.step AND e.microbatch = c.microbatch AND e.kind = '{FORWARD}'
+        AND c.start_ns >= e.start_ns AND c.end_ns <= e.end_ns WHERE e.stage_index IS NOT NULL AND c.depth = 0
+    UNION SELECT r.rank, r.root, e.stage_index FROM (SELECT rank, root, {number.format(by="root")} FROM
+            (SELECT DISTINCT rank, root FROM {schema}parameters ANTI JOIN {schema}module_calls USING (rank))) r
+        JOIN (SELECT rank, stage_index, {number.format(by="stage_index")} FROM
+            (SELECT DISTINCT rank, stage_index FROM {schema}stage_events WHERE stage_index IS NOT NULL)) e
+        USING (rank, number, count))
+GROUP BY ALL HAVING count(DISTINCT stage_index) = 1"""

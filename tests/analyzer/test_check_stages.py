@@ -194,3 +194,10 @@ def test_rank_whose_stage_received_a_nan_inherits_it(tmp_path: Path) -> None:
         "Step 0, rank 0 (stage 0, microbatch 0, forward): the first NaN is born in the root module, whose input is "
         "finite. Rank 1 got it through what its stages received."
     )
+
+
+def test_step_that_was_broken_off_is_not_judged(tmp_path: Path) -> None:
+    """Its rank ended, by an exception outside any action, before the optimizer saw a gradient."""
+    rows = without(pipeline(stages=3), rank=1, step=1, microbatch=2, kind="backward_full")
+    rows["gradients"] = [row for row in rows["gradients"] if (row["rank"], row["step"]) != (1, 1)]
+    assert found_in(tmp_path, rows, "actions_complete", rank_count=3) == []
