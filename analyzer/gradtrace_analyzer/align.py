@@ -16,6 +16,7 @@ from gradtrace_analyzer.failures import Failure, one_sided_failures
 from gradtrace_analyzer.links import LINK_TABLES, LINKS
 from gradtrace_analyzer.opening import Opening, Reading, merged_spread
 from gradtrace_analyzer.pairing import SIDES, STATISTICS
+from gradtrace_analyzer.stage_edges import StageEdges, stage_edges
 
 # Rows of one step that are looked at one by one. Where more differ, of each rank and table the first ones are, in
 # program order, and the first of those beyond tolerance and of those that read nothing that differs.
@@ -113,13 +114,13 @@ class Alignment:
             name = table.table
             unread = {int(rank) for rank in self._unread[name].split(",") if rank}
             asked = [rank for rank in self._ranks if rank not in unread]
-            whole = [rank for rank in asked if rank not in by_step]
+            whole = [rank for rank in asked if rank not in by_step and not table.kinds]
             counts[name] = sum(self._reading.counts["baseline"].of(name, rank) for rank in whole)
-            rest = ", ".join(str(rank) for rank in asked if rank in by_step)
+            rest = ", ".join(str(rank) for rank in asked if rank not in whole)
             if rest:
                 counts[name] += self._number(
                     f"SELECT count(*) FROM baseline.{name} t SEMI JOIN common USING (rank, step) "
-                    f"WHERE t.rank IN ({rest})"
+                    f"WHERE t.rank IN ({rest}) AND {table.only}"
                 )
             counts[name] -= sum(n for (of, _, _), n in self._alone.items() if of == name)
         return counts
@@ -223,6 +224,10 @@ class Alignment:
             [step],
         ).fetchall()
         return {rank for (rank,) in rows}
+
+    def stage_edges(self, step: int) -> StageEdges | None:
+        """What the stages of a pipeline hand to each other in a step."""
+        return stage_edges(self._connection, step)
 
     def module_fqns(self, step: int, rank: int, root: int) -> set[str]:
         """The modules of a root that were called in a step."""

@@ -9,12 +9,15 @@ from typing import Any, Literal
 from gradtrace_analyzer.database import connect
 from gradtrace_analyzer.last_seen import last_seen
 from gradtrace_analyzer.laws.accumulation import gradients_accumulate
+from gradtrace_analyzer.laws.actions import actions_complete
 from gradtrace_analyzer.laws.collectives import collectives_match
 from gradtrace_analyzer.laws.equality import gradients_equal, parameters_equal
 from gradtrace_analyzer.laws.evidence import Evidence, gathered
 from gradtrace_analyzer.laws.finite import values_finite
 from gradtrace_analyzer.laws.freshness import data_differ, forward_is_fresh
+from gradtrace_analyzer.laws.handovers import handovers_equal
 from gradtrace_analyzer.laws.law import Compression, Findings, Law, Violation
+from gradtrace_analyzer.laws.microbatches import microbatches_add_up
 from gradtrace_analyzer.laws.passes import (
     buckets_launched,
     last_pass_reduces,
@@ -128,7 +131,10 @@ def _judged(evidence: Evidence) -> list[Findings]:
         forward_is_fresh(evidence),
         replays_equal(evidence),
         passes_complete(evidence),
+        handovers_equal(evidence),
+        actions_complete(evidence),
         gradients_accumulate(evidence),
+        microbatches_add_up(evidence),
         wrapper_called(evidence),
         last_pass_reduces(evidence),
         passes_match(evidence),

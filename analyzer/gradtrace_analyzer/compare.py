@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import duckdb
 
 from gradtrace_analyzer.align import Alignment
+from gradtrace_analyzer.by_stage import Stages, arrange, scheduled_otherwise
 from gradtrace_analyzer.configuration import apart_in_configuration
 from gradtrace_analyzer.cover import (
     Cover,
@@ -33,14 +34,17 @@ from gradtrace_analyzer.diff import (
 from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.failures import Failure
-from gradtrace_analyzer.footers import row_counts
+from gradtrace_analyzer.footers import row_counts, table_counts
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.opening import Reading
+from gradtrace_analyzer.pipelines import Place
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
 from gradtrace_analyzer.reports.failures import died_phrase
 from gradtrace_analyzer.run import Run, ranks_phrase
+
+_Place = TypeVar("_Place", Origin, Origin | None)
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
 WITNESS_ROWS = 8
@@ -69,16 +73,33 @@ def _compared(
     with progress("reading how many rows there are"):
         counts = {side: row_counts(connection, run) for side, run in runs.items()}
     unread = {side: lost_rows(run, counts[side]) for side, run in runs.items()}
+    torn = {side: torn_ends(connection, side, run) for side, run in runs.items()}
+    stages: Stages | None = None
+    lost = [place for places in unread.values() for place in places]
+    if scheduled_otherwise(connection):
+        stages = arrange(connection)
+        counts = {side: table_counts(connection, side) for side in runs}
+        ranks = stages.common
+        lost = [
+            (table, stage)
+            for side, places in unread.items()
+            for table, rank in places
+            for stage in stages.of_rank(side, rank)
+        ]
+        torn = {
+            side: {s: step for rank, step in ends.items() for s in stages.of_rank(side, rank)}
+            for side, ends in torn.items()
+        }
     alignment = Alignment(
         connection,
-        Reading(runs, counts),
+        Reading(runs, counts, are_arranged=stages is not None),
         ranks,
-        [place for places in unread.values() for place in places],
+        lost,
         unmatched=not asked_differently(runs) and not any(map(problems_of, runs.values())),
-        torn_ends={side: torn_ends(connection, side, run) for side, run in runs.items()},
+        torn_ends=torn,
     )
     steps = alignment.steps()
-    cover = cover_of(runs, ranks, steps, alignment.compared(), unread)
+    cover = cover_of(runs, ranks, steps, alignment.compared(), unread, stages)
     common = sorted({step for of_rank in steps["both"].values() for step in of_rank})
     configuration = apart_in_configuration(runs)
     failures = alignment.failures()
@@ -98,18 +119,25 @@ def _compared(
         return Answer(
             verdict=verdict,
             reason=reason,
-            origins=tuple(_with_replays(connection, o) for o in origins),
-            inherited=tuple(inherited),
+            origins=tuple(_on_ranks(_with_replays(connection, o), stages) for o in origins),
+            inherited=tuple(_on_ranks(o, stages) for o in inherited),
             cover=cover,
             configuration=tuple(configuration),
             structure=tuple(lone),
-            spread=tuple(alignment.spread()),
-            notes=(*notes, *_abandoned(alignment, origins), *_deaths(runs, origins)),
+            spread=tuple(
+                alignment.spread() if stages is None else stages.spread(alignment.spread())
+            ),
+            notes=(
+                *notes,
+                *([] if stages is None else [stages.note()]),
+                *_abandoned(alignment, origins),
+                *_deaths(runs, origins),
+            ),
             unseen=tuple(_unseen(runs, cover, origins[0], common) if origins else ()),
             first_bits=first_bits,
             failures=tuple(failures),
             repeated=tuple(repeated(connection, origins[0].step)) if origins else (),
-            first_nonfinite=_first_nonfinite(alignment, origins),
+            first_nonfinite=_on_ranks(_first_nonfinite(alignment, origins), stages),
         )
 
     nothing = _nothing_to_compare(runs, ranks, steps, alignment)
@@ -139,6 +167,23 @@ def _compared(
     return answer("different", origins=origins, inherited=inherited, first_bits=first_bits)
 
 
+def _on_ranks(origin: _Place, stages: Stages | None) -> _Place:
+    """An origin with the candidate's ranks in place of the stages that were compared as such."""
+    if stages is None or origin is None:
+        return origin
+    held = stages.ranks["candidate"]
+    source = origin.source
+    # Passes have been numbered by microbatch.
+    key = {**origin.difference.key, "backward_index": None}
+    return replace(
+        origin,
+        difference=replace(origin.difference, key=key),
+        ranks=tuple(held[stage] for stage in origin.ranks),
+        place=origin.place or Place(origin.ranks[0] % stages.count),
+        source=None if source is None else (held[source[0]], source[1]),
+    )
+
+
 def _places(
     alignment: Alignment, step: int, failures: Sequence[Failure], *, exceeding: bool
 ) -> tuple[list[Origin], list[Origin]]:
@@ -150,17 +195,20 @@ def _places(
     forwards = any(d.table in ("inputs", "module_calls") for d in differences)
     # Two passes of a step may fail, one after another: the first is the reason.
     failed = {f.rank: f for f in reversed(failures) if f.step == step}
-    origins, inherited = split_by_inheritance(
-        firsts(
-            differences,
-            alignment.rng_to_blame(step),
-            modules,
-            exceeding=exceeding,
-            failures=failed,
-            unused=alignment.unused_forwards(step) if forwards else {},
-        )
+    candidates = firsts(
+        differences,
+        alignment.rng_to_blame(step),
+        modules,
+        exceeding=exceeding,
+        failures=failed,
+        unused=alignment.unused_forwards(step) if forwards else {},
     )
-    return [_with_positions(alignment, o) for o in origins], inherited
+    edges = alignment.stage_edges(step)
+    travelled: list[Origin] = []
+    if edges is not None:
+        candidates, travelled = edges.placed(candidates, differences)
+    origins, inherited = split_by_inheritance(candidates)
+    return [_with_positions(alignment, o) for o in origins], [*inherited, *travelled]
 
 
 def _with_replays(connection: duckdb.DuckDBPyConnection, origin: Origin) -> Origin:

@@ -8,6 +8,7 @@ from typing import Any
 
 import duckdb
 
+from gradtrace_analyzer.by_stage import Stages
 from gradtrace_analyzer.footers import Counts
 from gradtrace_analyzer.links import LINK_TABLES
 from gradtrace_analyzer.run import Run, ranks_phrase, spans
@@ -15,7 +16,11 @@ from gradtrace_analyzer.run import Run, ranks_phrase, spans
 
 @dataclass(frozen=True)
 class Cover:
-    """What was compared, and what was not. `flights` are the steps that each side which is a flight recording has."""
+    """What was compared, and what was not. `flights` are the steps that each side which is a flight recording has.
+
+    Where there are `stages`, what are called ranks here are the stages of a pipeline, which the sides have on ranks of
+    their own; it gives the candidate's.
+    """
 
     ranks: tuple[int, ...]
     steps: Mapping[int, tuple[int, ...]]
@@ -30,6 +35,12 @@ class Cover:
     problems: Mapping[str, tuple[str, ...]]
     has_fingerprints: bool = True
     flights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    stages: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def by_stage(self) -> bool:
+        """Whether stages were compared in place of ranks."""
+        return bool(self.stages)
 
     @property
     def is_whole(self) -> bool:
@@ -74,11 +85,15 @@ def cover_of(
     steps: Mapping[str, Mapping[int, Sequence[int]]],
     rows: Mapping[str, int],
     unread: Mapping[str, Sequence[tuple[str, int]]],
+    stages: Stages | None = None,
 ) -> Cover:
     everywhere = {r for run in runs.values() for r in (*run.ranks, *run.missing_ranks)}
     if _common_rank_filter(runs):
         everywhere = {r for run in runs.values() for r in run.ranks}
     missing = {side: tuple(sorted(everywhere - set(run.ranks))) for side, run in runs.items()}
+    if stages is not None:
+        # Only what its own side lacks: the other may have more ranks for the same stages.
+        missing = {side: run.missing_ranks for side, run in runs.items()}
     other = {"baseline": "candidate", "candidate": "baseline"}
     return Cover(
         ranks=tuple(ranks),
@@ -99,6 +114,7 @@ def cover_of(
             for side, run in runs.items()
             if run.flight_steps is not None
         },
+        stages={} if stages is None else stages.ranks["candidate"],
         has_fingerprints=all(setting(run, "summary") in ("full", None) for run in runs.values()),
     )
 

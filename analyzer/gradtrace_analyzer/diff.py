@@ -16,6 +16,7 @@ from gradtrace_analyzer.cover import Cover
 from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
+from gradtrace_analyzer.pipelines import Place
 from gradtrace_analyzer.repeated import Repeated
 from gradtrace_analyzer.replayed import Replayed
 from gradtrace_analyzer.rescaled import Rescaled, first_rescaled
@@ -32,7 +33,8 @@ class Origin:
     (the other parameters of a changed set). `failure` is the exception that one side's backward pass ended
     with, where that is the place. `positions` are those of the Node's `position_count` gradients that differ,
     where not all do; `gradient_counts` their numbers on both sides where these differ. `aside` is a difference
-    before it in a forward that no backward pass followed, `rescaled` where its factor ends.
+    before it in a forward that no backward pass followed, `rescaled` where its factor ends. In a pipeline, `place` is
+    the action that it is in, `source` the rank and stage that what it received came from, where that differs.
     """
 
     link: str
@@ -49,6 +51,8 @@ class Origin:
     aside: Difference | None = None
     rescaled: Rescaled | None = None
     replays: tuple[Replayed, ...] = ()
+    place: Place | None = None
+    source: tuple[int, int] | None = None
 
     @property
     def step(self) -> int:
@@ -73,7 +77,7 @@ class Origin:
         if self.failure is not None and self.failure.row["node_name"] is None:
             return False  # it failed while it waited, or in a check: another rank may be the reason
         if self.link != "bucket":
-            return self.link in LOCAL_LINKS or self.link == "structure"
+            return self.link in LOCAL_LINKS or self.link in ("structure", "stage")
         return self.between or bool(self.difference.values)
 
     @property
@@ -253,6 +257,11 @@ def _first(
         return _origin("bucket", first, None)
     if first.table == "backward_passes":
         return _origin("loss", first, _scaled_alike(own, first))
+    if first.table == "stage_events":
+        link = "forward" if first.key["kind"] == "forward" else "backward"
+        return _origin(
+            "stage" if arrived else link, first, first.reads if arrived else change, None, arrived
+        )
     if first.table == "buckets":
         change = first.reads if arrived else change
         return _origin("bucket", first, change, first.key["module_fqn"], arrived)

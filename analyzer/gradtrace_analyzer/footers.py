@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import duckdb
 
 from gradtrace_analyzer.database import path_list
+from gradtrace_analyzer.links import LINK_TABLES
 from gradtrace_analyzer.run import Run
 
 
@@ -22,6 +23,20 @@ class Counts:
         if rank is not None:
             return self.rows.get((table, rank), 0)
         return sum(count for (name, _), count in self.rows.items() if name == table)
+
+
+def table_counts(connection: duckdb.DuckDBPyConnection, side: str) -> Counts:
+    """Those of a side's views as they are now, which may not be what its parts hold."""
+    names = ["steps", *(table.table for table in LINK_TABLES)]
+    return Counts(
+        {
+            (name, rank): count
+            for name in names
+            for rank, count in connection.execute(
+                f"SELECT rank, count(*) FROM {side}.{name} GROUP BY rank"
+            ).fetchall()
+        }
+    )
 
 
 def row_counts(connection: duckdb.DuckDBPyConnection, run: Run) -> Counts:

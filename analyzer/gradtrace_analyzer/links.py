@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gradtrace_analyzer.pipelines import KINDS
+
 # In the order of the chain. `first_divergence.link` is one of them.
 LINKS = (
     "configuration",
@@ -32,7 +34,8 @@ class LinkTable:
     """How the rows of one table pair between two runs, besides by rank and step.
 
     `reads` and `writes` are prefixes of tensor summaries: what went into the link and what came out.
-    `values` are plain columns that are compared as they are.
+    `values` are plain columns that are compared as they are; of a table with
+    `kinds`, rows of another kind are not compared.
     """
 
     table: str
@@ -40,6 +43,14 @@ class LinkTable:
     reads: str | None = None
     writes: str | None = None
     values: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def only(self) -> str:
+        """A condition that the rows which are compared fulfil: one that is under way has nothing to compare."""
+        if not self.kinds:
+            return "true"
+        return f"kind IN ({', '.join(map(repr, self.kinds))}) AND end_ns IS NOT NULL"
 
     @property
     def sides(self) -> tuple[tuple[str, str], ...]:
@@ -76,6 +87,14 @@ LINK_TABLES = (
         writes="grad_input_",
     ),
     LinkTable(
+        "stage_events",
+        ("microbatch", "stage_index", "kind", "occurrence"),
+        reads="received_",
+        writes="sent_",
+        # Waits are looked at by `timing`.
+        kinds=KINDS,
+    ),
+    LinkTable(
         "buckets",
         ("microbatch", "backward_index", "kind", "root", "module_fqn", "parameter_fqns"),
         reads="before_",
@@ -105,6 +124,7 @@ _BY_TABLE = {
     "node_events": "backward",
     "failures": "backward",
     "buckets": "bucket",
+    "stage_events": "stage",
     "optimizer_groups": "optimizer",
 }
 

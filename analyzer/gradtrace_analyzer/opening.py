@@ -44,13 +44,19 @@ _TALLY = (
 
 @dataclass(frozen=True)
 class Reading:
-    """The two runs as they are read: `counts` are the rows of each side's parts and journals."""
+    """The two runs as they are read: `counts` are the rows of each side by table and rank.
+
+    Where rows `are_arranged`, they are no longer those of the parts: these prove and hold nothing of a rank.
+    """
 
     runs: Mapping[str, Run]
     counts: Mapping[str, Counts]
+    are_arranged: bool = False
 
     def closed(self, side: str, ranks: Iterable[int]) -> list[int]:
         """The ranks whose steps are all named by `steps`: they ended by themselves and lost nothing."""
+        if self.are_arranged:
+            return []
         run, counts = self.runs[side], self.counts[side]
         damaged = {d.part.rank for d in run.damaged}
         return [
@@ -193,7 +199,7 @@ class Opening:
         }
 
         def sift(rank: int) -> Sieved:
-            if rank in by_hand:
+            if rank in by_hand or self._reading.are_arranged:
                 return Sieved(rank, [], set(steps[rank]))
             parts = {
                 table.table: (

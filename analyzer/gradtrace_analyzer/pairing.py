@@ -112,7 +112,7 @@ def differing(table: LinkTable, unread: str, pairs: Collection[tuple[int, int]])
     """
     name = table.table
     # A Node that was running when its rank was killed gave nothing yet that could differ.
-    whole = "t.outcome IS DISTINCT FROM 'running'" if name == "node_events" else "true"
+    whole = "t.outcome IS DISTINCT FROM 'running'" if name == "node_events" else table.only
     key = ", ".join(table.key)
 
     scales = "".join(

@@ -66,6 +66,7 @@ def _columns(table: LinkTable) -> list[str]:
                 *table.key,
                 *(p + s for _, p in table.sides for s in _STATISTICS),
                 *table.values,
+                *(["kind", "end_ns"] if table.kinds else []),
             ]
         )
     )
@@ -75,7 +76,7 @@ def _blocks(
     table: LinkTable, sides: tuple[Sequence[str], Sequence[str]], steps: frozenset[int]
 ) -> Iterator[tuple[set[int], tuple[pa.Table, pa.Table] | None]]:
     """Both sides' rows of the same whole steps, in turn; without rows where their numbers are not the same."""
-    readers = [_whole_steps(_columns(table), paths, steps) for paths in sides]
+    readers = [_whole_steps(_columns(table), paths, steps, table.kinds) for paths in sides]
     held: list[pa.Table | None] = [next(reader, None) for reader in readers]
     while held[0] is not None or held[1] is not None:
         a, b = held
@@ -111,7 +112,7 @@ def _same_steps(
 
 
 def _whole_steps(
-    columns: Sequence[str], paths: Sequence[str], steps: frozenset[int]
+    columns: Sequence[str], paths: Sequence[str], steps: frozenset[int], kinds: Sequence[str] = ()
 ) -> Iterator[pa.Table]:
     """The rows of these steps, in tables that end where a step does; steps go up within a rank's parts."""
     rest: pa.Table | None = None
@@ -129,6 +130,10 @@ def _whole_steps(
             ]
             for batch in file.iter_batches(_ROWS_AT_ONCE, groups, names, use_threads=False):
                 rows = pa.Table.from_batches([batch])
+                if kinds:
+                    rows = _of_kinds(rows, kinds)
+                    if not len(rows):
+                        continue
                 numbers = _numbers(rows, "step")
                 if rest is not None:
                     # The step that the last row group ended in: the only rows that are copied.
@@ -144,6 +149,14 @@ def _whole_steps(
                     yield from _chosen(rows.slice(0, start), steps)
     if rest is not None:
         yield from _chosen(rest, steps)
+
+
+def _of_kinds(rows: pa.Table, kinds: Sequence[str]) -> pa.Table:
+    """The rows of these kinds that have an end: `LinkTable.only`."""
+    codes, names = _codes(rows, "kind")
+    chosen = np.isin(codes, [n for n, name in enumerate(names) if name in kinds])
+    _, has_end = _values(rows, "end_ns")
+    return rows.filter(pa.array(chosen & has_end))
 
 
 def _bounds(group: Any) -> tuple[int, int] | None:

@@ -109,7 +109,7 @@ def test_keys_of_the_json_are_those_of_the_reference(tmp_path: Path) -> None:
     assert set(answer["violations"][0]) >= {
         "law", "severity", "step", "rank", "ranks", "group", "microbatch", "backward_index",
         "bucket_index", "root", "module_fqn", "node_name", "parameter_fqn", "hook_name", "factor",
-        "relative_error", "tolerance", "event_index", "count", "explanation",
+        "relative_error", "tolerance", "event_index", "stage_index", "phase", "count", "explanation",
     }  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def test_every_law_has_a_severity_and_a_sentence() -> None:
     assert all(law.severity in ("error", "warning") and law.doc.endswith(".") for law in Law)
     assert {law.name_ for law in Law if law.severity == "error"} == {
         "parameters_equal", "gradients_equal", "reduction_is_mean", "collectives_match", "values_finite",
-        "passes_complete", "replays_equal",
+        "passes_complete", "replays_equal", "handovers_equal", "actions_complete", "microbatches_add_up",
     }  # fmt: skip
 
 

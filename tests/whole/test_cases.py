@@ -388,8 +388,12 @@ def test_case_21_path_that_is_counted_twice(case: Case) -> None:
 @pytest.mark.slow
 def test_case_23_pipeline_scales_its_gradients_twice(case: Case) -> None:
     answer = case.diff()
-    assert [(o["rank"], o["link"]) for o in answer["origins"]] == [(1, "loss"), (0, "backward")]
-    for origin in answer["origins"]:
+    wanted = ("rank", "stage_index", "microbatch", "phase", "link")
+    # The loss is the last stage's; what stage 0 receives is inherited.
+    (first,), (second,) = answer["origins"], answer["inherited"]
+    assert [first[name] for name in wanted] == [1, 1, 0, "backward", "loss"]
+    assert [second[name] for name in wanted] == [0, 0, 0, "backward", "backward"]
+    for origin in (first, second):
         assert origin["factor"] == pytest.approx(4, rel=1e-4)  # the intended scale of the loss
         found = origin["rescaled"]
         # The pass after the four microbatches of window 0: there window 0 counts a quarter.
@@ -398,14 +402,17 @@ def test_case_23_pipeline_scales_its_gradients_twice(case: Case) -> None:
         assert found["times"] == pytest.approx(1 / 4, rel=1e-4)
     scaled = [v for v in case.check("bad") if v["law"] == "gradients_accumulate"]
     assert [(v["ranks"], v["factor"]) for v in scaled] == [([0, 1], pytest.approx(1 / 4, rel=1e-4))]
+    assert scaled[0]["microbatch"] == 0
+    assert "(stages 0, 1, microbatch 0)" in scaled[0]["explanation"]
+    assert "4 is the number of microbatches: a schedule divides by it" in scaled[0]["explanation"]
     assert case.check("good") == []
     windows = (
         "SELECT microbatch FROM backward_passes WHERE rank = {rank} AND backward_index = {index}"
     )
-    for origin in answer["origins"]:
+    for origin in (first, second):
         index = origin["rescaled"]["backward_index"]
-        query = windows.format(rank=origin["rank"], index=index)
-        assert case.sql(query) == [("6",)]  # two passes of the oracle, then four of window 0
+        assert index == 6  # two passes of the oracle, then four of window 0
+        assert case.sql(windows.format(rank=origin["rank"], index=index)) == [("0",)]
     sentence = "was multiplied by 0.25 outside backward, in the {} alone"
     assert sentence.format("candidate") in answer["explanation"]
     assert sentence.format("baseline") in case.swapped()["explanation"]

@@ -7,12 +7,13 @@ and after it. What a law about 4 lanes cannot see is a change that cancels in al
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from gradtrace_analyzer.laws.evidence import Evidence
 from gradtrace_analyzer.laws.law import Findings, Law, Violation, outcome, violation
 from gradtrace_analyzer.laws.phrases import counted, listed
+from gradtrace_analyzer.pipelines import stages_of_roots
 from gradtrace_analyzer.run import ranks_phrase
 from gradtrace_analyzer.tolerance import UNITS, epsilon
 from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
@@ -79,7 +80,7 @@ def gradients_accumulate(evidence: Evidence) -> Findings:
     found = list(_of_first_step(evidence))
     return outcome(
         Law.GRADIENTS_ACCUMULATE,
-        list(_told(found)),
+        list(_told(evidence, found)),
         compared,
         "no gradient was accumulated onto one that was recorded before it in its step",
     )
@@ -123,7 +124,7 @@ def _left_over(
     return min(reset, added), factor if rest <= 2 * least else None
 
 
-def _told(found: Sequence[_Changed]) -> Iterator[Violation]:
+def _told(evidence: Evidence, found: Sequence[_Changed]) -> Iterator[Violation]:
     """One violation for each pass that is a rank's first to show it, with all its ranks and parameters."""
     firsts: dict[int, int] = {}
     for changed in found:
@@ -140,10 +141,16 @@ def _told(found: Sequence[_Changed]) -> Iterator[Violation]:
         )
         later = {f.backward_index for f in found if f.rank in ranks} - {index}
         more = f" So before {counted(len(later), 'later pass')} of the step." if later else ""
+        stages = _stages(evidence, first.step, {(f.rank, f.root) for f in same})
+        where = ""
+        if stages:
+            listed_stages = ", ".join(str(stage) for stage, _ in stages)
+            where = f" (stage{'s' if len(stages) > 1 else ''} {listed_stages}, microbatch {first.microbatch})"
+            more += _divided_again(first.factor, {count for _, count in stages})
         yield violation(
             Law.GRADIENTS_ACCUMULATE,
             first.step,
-            f"Step {first.step}, {ranks_phrase(ranks)}: {began} pass {index}, `.grad` of {listed(names, 2)} was "
+            f"Step {first.step}, {ranks_phrase(ranks)}{where}: {began} pass {index}, `.grad` of {listed(names, 2)} was "
             f"{_how(same)} outside backward.{more}",
             rank=ranks[0] if len(ranks) == 1 else None,
             ranks=ranks,
@@ -152,8 +159,33 @@ def _told(found: Sequence[_Changed]) -> Iterator[Violation]:
             root=first.root,
             parameter_fqn=first.parameter_fqn,
             factor=first.factor,
+            stage_index=stages[0][0] if len(stages) == 1 else None,
             count=len(same),
         )
+
+
+def _stages(evidence: Evidence, step: int, roots: Set[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(stage, number of its microbatches) of those roots that are stages of a pipeline."""
+    found: list[tuple[int, int]] = []
+    for rank, root, stage in evidence.rows(f"FROM ({stages_of_roots()}) ORDER BY stage_index"):
+        if (rank, root) in roots:
+            [(count,)] = evidence.rows(
+                "SELECT count(DISTINCT microbatch) FROM stage_events WHERE rank = ? AND step = ? AND stage_index = ? "
+                "AND kind = 'forward'",
+                [rank, step, stage],
+            )
+            found.append((stage, count))
+    return found
+
+
+def _divided_again(factor: float | None, counts: Set[int]) -> str:
+    """That a schedule which runs several times in a step divides what the runs before gave, each time again."""
+    if factor is None or not any(abs(factor * count - 1) < 1e-3 for count in counts if count > 1):
+        return ""
+    return (
+        f" {1 / factor:.0f} is the number of microbatches: a schedule divides by it at the end of each of its runs "
+        "(`scale_grads`), so what an earlier run of the step gave is divided again."
+    )
 
 
 def _how(same: Sequence[_Changed]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from gradtrace_analyzer.laws.hooks import FLOAT16_LARGEST, hook_phrase, promise_of
 from gradtrace_analyzer.laws.phrases import module_phrase
+from gradtrace_analyzer.pipelines import Place as Stage
 from gradtrace_analyzer.run import ranks_phrase
 
 _WORDS = {"inf": "infinity", "nan": "NaN"}
@@ -17,7 +18,7 @@ _WORDS = {"inf": "infinity", "nan": "NaN"}
 class Place:
     """A row that holds values which are not finite. `source` is the kind of row; counts are of elements that came in
     and went out; `order` is its place in program order, which late rows have not in `record_index`. A module may have
-    read its own `infinite_parameter`."""
+    read its own `infinite_parameter`; it may lie in a pipeline's `stage`."""
 
     source: str
     rank: int
@@ -39,6 +40,7 @@ class Place:
     out_inf: int
     order: float = 0.0
     infinite_parameter: str | None = None
+    stage: Stage | None = None
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -70,7 +72,8 @@ class Place:
 def birth_sentence(kind: str, place: Place, ranks: Sequence[int], largest_sum: float | None) -> str:
     """Where and how the first value of its kind came to be. `largest_sum`: the ranks' largest magnitudes, added up."""
     word = _WORDS[kind]
-    start = f"Step {place.step}, {ranks_phrase(ranks)}: the first {word} "
+    where = f" ({place.stage.said})" if place.stage is not None else ""
+    start = f"Step {place.step}, {ranks_phrase(ranks)}{where}: the first {word} "
     if place.source in ("module", "node", "bucket") and place.arrived(kind):
         return start + _arrives(place, word)
     made_of = ""

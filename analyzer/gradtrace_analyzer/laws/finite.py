@@ -13,6 +13,7 @@ from typing import Any, Literal
 from gradtrace_analyzer.laws.birthplaces import Place, birth_sentence
 from gradtrace_analyzer.laws.evidence import Evidence
 from gradtrace_analyzer.laws.law import Findings, Law, Severity, Violation, outcome, violation
+from gradtrace_analyzer.pipelines import action_around
 from gradtrace_analyzer.run import ranks_phrase
 
 Kind = Literal["inf", "nan"]
@@ -243,10 +244,13 @@ def _births(evidence: Evidence, firsts: Sequence[tuple[_Chosen, Place]]) -> list
     """One violation per kind, severity and place, with all its ranks; ranks that a reduction gave it to are named with
     the first that is theirs."""
     groups: dict[tuple[Any, ...], list[tuple[_Chosen, Place]]] = {}
-    inherited: list[tuple[_Chosen, Place]] = []
+    inherited: list[tuple[_Chosen, Place, str]] = []
     for chosen, place in firsts:
+        place, is_received = _in_stage(evidence, chosen, place)
         if _came_through_reduction(evidence, chosen, place, firsts):
-            inherited.append((chosen, place))
+            inherited.append((chosen, place, "the reduction"))
+        elif is_received and any(o.rank != place.rank and c.kind == chosen.kind for c, o in firsts):
+            inherited.append((chosen, place, "what its stages received"))
         else:
             key = (chosen.kind, chosen.severity, chosen.step, *place.identity)
             groups.setdefault(key, []).append((chosen, place))
@@ -255,6 +259,24 @@ def _births(evidence: Evidence, firsts: Sequence[tuple[_Chosen, Place]]) -> list
         _with_heirs(v, kind, inherited)
         for v, kind in zip(violations, [k[0] for k in groups], strict=True)
     ]
+
+
+_IN_STAGES = frozenset({"input", "module", "loss", "node", "local"})
+
+
+def _in_stage(evidence: Evidence, chosen: _Chosen, place: Place) -> tuple[Place, bool]:
+    """The place with the pipeline stage it is in, and whether the stage had received such a value from another."""
+    if place.source not in _IN_STAGES:
+        return place, False
+    around = action_around(
+        evidence.connection, place.rank, place.step, place.record_index, place.microbatch
+    )
+    if around is None:
+        return place, False
+    stage, row = around
+    neighbours = (row["stage_index"] > 0) if stage.phase == "forward" else True
+    is_received = bool(neighbours and row[f"received_{chosen.kind}_count"])
+    return replace(place, stage=stage), is_received
 
 
 def _came_through_reduction(
@@ -308,6 +330,8 @@ def _birth(evidence: Evidence, same: Sequence[tuple[_Chosen, Place]]) -> Violati
         parameter_fqn=place.parameter_fqn,
         hook_name=place.hook_name,
         event_index=place.event_index,
+        stage_index=None if place.stage is None else place.stage.stage_index,
+        phase=None if place.stage is None else place.stage.phase,
         count=place.count(chosen.kind),
         order=place.order + (0.25 if chosen.kind == "nan" else 0.0),
     )
@@ -343,16 +367,18 @@ def _harmless(evidence: Evidence, chosen: _Chosen) -> str:
     return " It stays in the forward pass: loss and gradients of that step are finite."
 
 
-def _with_heirs(v: Violation, kind: Kind, inherited: Sequence[tuple[_Chosen, Place]]) -> Violation:
-    """Name the ranks that got it through the reduction of the same step."""
-    heirs: Mapping[int, Place] = {
-        p.rank: p
-        for c, p in inherited
-        if c.step == v.step and c.kind == kind and p.rank not in v.ranks
-    }
-    if not heirs:
-        return v
-    got = ranks_phrase(heirs)
-    return replace(
-        v, explanation=f"{v.explanation} {got[:1].upper()}{got[1:]} got it through the reduction."
-    )
+def _with_heirs(
+    v: Violation, kind: Kind, inherited: Sequence[tuple[_Chosen, Place, str]]
+) -> Violation:
+    """Name the ranks that got it in the same step, and through what."""
+    said = ""
+    for through in dict.fromkeys(how for _, _, how in inherited):
+        heirs = {
+            p.rank
+            for c, p, how in inherited
+            if c.step == v.step and c.kind == kind and p.rank not in v.ranks and how == through
+        }
+        if heirs:
+            got = ranks_phrase(heirs)
+            said += f" {got[:1].upper()}{got[1:]} got it through {through}."
+    return replace(v, explanation=v.explanation + said) if said else v

@@ -50,11 +50,29 @@ class Law(Enum):
         "No backward pass ends with an exception. One after which the rank completes others (it was caught) is a "
         "warning; one that ended while it waited for a reduction breaks the laws below.",
     )
+    HANDOVERS_EQUAL = (
+        "handovers_equal",
+        "error",
+        "What a pipeline stage receives is bit for bit what its neighbour sent for that microbatch: activations from "
+        "the stage before, gradients from the one after.",
+    )
+    ACTIONS_COMPLETE = (
+        "actions_complete",
+        "error",
+        "A pipeline stage runs for each microbatch one forward, and one whole backward, or one input half and one "
+        "weight half; as often as the schedule is run in the step.",
+    )
     GRADIENTS_ACCUMULATE = (
         "gradients_accumulate",
         "warning",
         "After a backward pass `.grad` holds what it held before in the step plus what arrived, or what arrived alone "
         "(it was reset): nothing else changes it between passes.",
+    )
+    MICROBATCHES_ADD_UP = (
+        "microbatches_add_up",
+        "error",
+        "What a pipeline stage's microbatches give adds up in `.grad`: none of it is lost before the next one, and "
+        "after the last the gradients of all stages are divided by the same number.",
     )
     WRAPPER_CALLED = (
         "wrapper_called",
@@ -115,6 +133,8 @@ class Law(Enum):
 class Violation:
     """One broken law, at its first place. What does not apply is None.
 
+    `phase` is the half of a stage's pass: `forward`, `backward` (a whole one), `input` or `weight`.
+
     `count` is how many like it there are, this one included. `inherits` names what broke before it in the same
     step and explains it. `order` sorts violations of one law and step. `at_start` puts it in front of the
     step's chain.
@@ -139,6 +159,8 @@ class Violation:
     relative_error: float | None = None
     tolerance: float | None = None
     event_index: int | None = None
+    stage_index: int | None = None
+    phase: str | None = None
     count: int | None = None
     inherits: Law | None = None
     at_start: bool = False

@@ -28,6 +28,8 @@ _KEYS = (
     "relative_error",
     "tolerance",
     "event_index",
+    "stage_index",
+    "phase",
     "count",
     "explanation",
 )
@@ -39,7 +41,10 @@ _UNITS = {
     Law.FORWARD_IS_FRESH: ("pair of steps", "pairs of steps"),
     Law.REPLAYS_EQUAL: ("Node run again", "Nodes run again"),
     Law.PASSES_COMPLETE: ("backward pass", "backward passes"),
+    Law.HANDOVERS_EQUAL: ("handover", "handovers"),
+    Law.ACTIONS_COMPLETE: ("microbatch of a stage", "microbatches of stages"),
     Law.GRADIENTS_ACCUMULATE: ("accumulation", "accumulations"),
+    Law.MICROBATCHES_ADD_UP: ("sum", "sums"),
     Law.WRAPPER_CALLED: ("backward pass", "backward passes"),
     Law.LAST_PASS_REDUCES: ("optimizer step", "optimizer steps"),
     Law.PASSES_MATCH: ("step", "steps"),
@@ -148,6 +153,11 @@ def _clean(answer: Answer) -> str:
     if buckets:
         said.append(
             f"{counted(buckets, 'bucket')} {'is' if buckets == 1 else 'are'} the mean of the ranks' own"
+        )
+    handed = judged.get(Law.HANDOVERS_EQUAL)
+    if handed:
+        said.append(
+            f"{counted(handed, 'tensor')} handed on between stages {'is' if handed == 1 else 'are'} what was sent"
         )
     finite = not any(v.law is Law.VALUES_FINITE for v in answer.violations)
     if judged.get(Law.VALUES_FINITE) and finite:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -31,6 +31,7 @@ _LINK_PHRASE = {
     "carried_gradient": "the carried gradients",
     "local_gradient": "the local gradients",
     "bucket": "the buckets",
+    "stage": "what its stages received",
     "reduced_gradient": "the reduced gradients",
     "clip": "the gradients that the optimizer saw",
     "optimizer": "the parameters after the optimizer",
@@ -133,6 +134,24 @@ def _inheritance(answer: Answer) -> str:
     if not ranks:
         return then
     verb = "differs" if len(ranks) == 1 else "differ"
+    handed = [o for o in answer.inherited if o.source is not None and o.failure is None]
+    if (
+        len(handed) == 1
+        and not answer.cover.by_stage
+        and handed[0].place is not None
+        and len(ranks) == len(handed[0].ranks)
+    ):
+        place = handed[0].place
+        return (
+            f"{then} {ranks_phrase(ranks).capitalize()} {verb} from what stage {place.stage_index} received for "
+            f"microbatch {place.microbatch} on."
+        )
+    if handed and answer.cover.by_stage:
+        stages = sorted({o.place.stage_index for o in handed if o.place is not None})
+        verb = "differs" if len(stages) == 1 else "differ"
+        return f"{then} {_stages(stages).capitalize()} {verb} from what was received there on."
+    if handed:
+        return f"{then} {ranks_phrase(ranks).capitalize()} {verb} from what the stages there received on."
     phrase = _LINK_PHRASE.get(links[0], links[0]) if len(links) == 1 else "there"
     return f"{then} {ranks_phrase(ranks).capitalize()} {verb} from {phrase} of that step on."
 
@@ -179,9 +198,21 @@ def _numbers(change: Change) -> Iterator[str]:
 
 def _spread(spread: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "What differs, by rank:"
-    rows = [(e["rank"], e["link"], e["first_step"], e["row_count"], _largest(e)) for e in spread]
+    by_stage = any("stage_index" in e for e in spread)
+    rows = [
+        (
+            e["rank"],
+            *([e["stage_index"]] if by_stage else []),
+            e["link"],
+            e["first_step"],
+            e["row_count"],
+            _largest(e),
+        )
+        for e in spread
+    ]
     shown = rows[:24]
-    yield from table_lines(("rank", "link", "from step", "rows", "largest error"), shown)
+    names = ("rank", *(["stage"] if by_stage else []), "link", "from step", "rows", "largest error")
+    yield from table_lines(names, shown)
     if len(rows) > len(shown):
         yield f"and {len(rows) - len(shown)} more (--format json has all)"
 
@@ -202,9 +233,12 @@ def _extent(cover: Cover) -> str:
     by_steps: dict[tuple[int, ...], list[int]] = {}
     for rank in cover.ranks:
         by_steps.setdefault(cover.steps.get(rank, ()), []).append(rank)
-    return "; ".join(
-        f"{ranks_phrase(ranks)}, {_steps(steps)}" for steps, ranks in by_steps.items() if steps
-    )
+    who = _stages if cover.by_stage else ranks_phrase
+    return "; ".join(f"{who(ranks)}, {_steps(steps)}" for steps, ranks in by_steps.items() if steps)
+
+
+def _stages(stages: Collection[int]) -> str:
+    return f"stage {spans(stages)}" if len(stages) == 1 else f"stages {spans(stages)}"
 
 
 def _steps(steps: Sequence[int]) -> str:
@@ -285,13 +319,15 @@ def _origin_object(origin: Origin) -> dict[str, Any]:
         "node_name": origin.node_name,
         "parameter_fqn": origin.parameter_fqn,
         "bucket_index": d.bucket_index,
-        "stage_index": None,
-        "microbatch": d.key.get("microbatch"),
+        "stage_index": None if origin.place is None else origin.place.stage_index,
+        "microbatch": d.key.get(
+            "microbatch", None if origin.place is None else origin.place.microbatch
+        ),
         "backward_index": d.key.get("backward_index"),
         "call_index": d.key.get("call_index"),
         "name": d.key.get("name"),
         "event_index": d.event_index,
-        "phase": d.key.get("phase"),
+        "phase": d.key.get("phase", None if origin.place is None else origin.place.phase),
         "only_in": d.only_in,
         "positions": list(origin.positions) or None,
         "rescaled": None if origin.rescaled is None else _rescaled_object(origin.rescaled),
@@ -333,7 +369,8 @@ def _failure_object(failure: Failure) -> dict[str, Any]:
 
 def _cover_object(cover: Cover) -> dict[str, Any]:
     return {
-        "ranks": list(cover.ranks),
+        "ranks": sorted({cover.stages.get(rank, rank) for rank in cover.ranks}),
+        "stages": list(cover.ranks) if cover.by_stage else None,
         "steps": sorted({step for own in cover.steps.values() for step in own}),
         "steps_by_rank": {str(r): list(own) for r, own in cover.steps.items()},
         "rows": dict(cover.rows),

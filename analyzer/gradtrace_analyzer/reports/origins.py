@@ -29,7 +29,7 @@ def unseen_sentence(origin: Origin, answer: Answer) -> str:
 
 def origin_sentence(origin: Origin) -> str:
     """The sentence of an origin before which everything was compared."""
-    d, where = origin.difference, f"Step {origin.step}, {ranks_phrase(origin.ranks)}: "
+    d, where = origin.difference, f"Step {origin.step}, {_who(origin)}: "
     size = _size(origin)
     module = _module(origin.module_fqn)
     if origin.failure is not None:
@@ -84,10 +84,11 @@ def origin_sentence(origin: Origin) -> str:
     if origin.link == "backward" and origin.gradient_counts is not None:
         a, b = origin.gradient_counts
         verb = "receives" if origin.between else "gives"
+        index = d.key["backward_index"]
+        in_pass = "" if index is None else f", in backward pass {index}"
         return (
-            f"{where}{module} ({origin.node_name}) {verb} {b} gradient{'' if b == 1 else 's'} instead of {a}, "
-            f"in backward pass {d.key['backward_index']}: the pass asks for other gradients, or the graph "
-            "is another."
+            f"{where}{module} ({origin.node_name}) {verb} {b} gradient{'' if b == 1 else 's'} instead of {a}"
+            f"{in_pass}: {'the pass' if in_pass else 'a pass'} asks for other gradients, or the graph is another."
         )
     if origin.link == "backward" and origin.between:
         return (
@@ -117,6 +118,14 @@ def origin_sentence(origin: Origin) -> str:
         return (
             f"{where}{origin.parameter_fqn}{_and_others(origin)} begins the step with another .grad: "
             f"it {size} before the first backward pass."
+        )
+    if d.table == "stage_events":
+        return where + _handed_sentence(origin)
+    if origin.link == "local_gradient" and origin.place is not None:
+        return (
+            f"{where}the gradient accumulated for {origin.parameter_fqn} {size}, although the gradients that the "
+            "Nodes gave are equal: something changed .grad since the microbatch before, or what "
+            "came was not added as it is."
         )
     if origin.link == "local_gradient":
         return (
@@ -152,6 +161,29 @@ def origin_sentence(origin: Origin) -> str:
     )
 
 
+def _who(origin: Origin) -> str:
+    """`rank 1`, and where in a pipeline."""
+    who = ranks_phrase(origin.ranks)
+    return who if origin.place is None else f"{who} ({origin.place.said})"
+
+
+def _handed_sentence(origin: Origin) -> str:
+    what = "activations" if origin.difference.key["kind"] == "forward" else "gradient"
+    if origin.link != "stage":
+        made = f"what the stage makes for its neighbour (the {what})"
+        return f"{made} {_size(origin)}, although what it received is equal."
+    rank, stage = origin.source or (None, None)
+    sender = "its neighbour" if stage is None else f"stage {stage}"
+    of_rank = "" if stage is None else f" (rank {rank})"
+    verb = _size(origin)
+    if what == "activations":
+        verb = verb.replace("differs", "differ", 1).replace("(it is", "(they are", 1)
+    return (
+        f"the {what} that it received from {sender}{of_rank} {verb}, although {sender} made the same: the sending, the "
+        "way or the receiving is where they part."
+    )
+
+
 def failure_clause(failure: Failure) -> str:
     """Which pass failed where, why, and what it had reached: a sentence without its place in front."""
     return f"the {failure.side}'s backward pass {failure.backward_index} failed {failure.told}"
@@ -176,8 +208,11 @@ def _rescaled(origin: Origin) -> str:
     how = "changed" if found.times is None else f"multiplied by {found.times:.4g}"
     where = "one of the runs alone" if found.side is None else f"the {found.side} alone"
     more = f" and {found.others} more" if found.others else ""
+    what = (
+        "microbatches" if origin.difference.key.get("backward_index") is None else "backward passes"
+    )
     return (
-        f" That factor ends between backward passes {found.after} and {found.backward_index}: there the .grad "
+        f" That factor ends between {what} {found.after} and {found.backward_index}: there the .grad "
         f"of {found.parameter_fqn}{more} was {how} outside backward, in {where}."
     )
 
@@ -246,6 +281,8 @@ def place_of(origin: Origin) -> str:
     """The place alone, for a list."""
     if origin.failure is not None and origin.node_name is None:
         return f"the end of backward pass {origin.failure.backward_index}"
+    if origin.difference.table == "stage_events" and origin.place is not None:
+        return f"what {origin.place.said} {'received' if origin.between else 'made'}"
     if origin.link == "backward":
         return _node(origin)
     if origin.parameter_fqn is not None:
@@ -259,6 +296,8 @@ def place_of(origin: Origin) -> str:
 
 def _row_name(origin: Origin) -> str:
     key = origin.difference.key
+    if origin.difference.table == "stage_events":
+        return "this action"
     if origin.node_name is not None:
         return f"Node {origin.node_name} of {_module(key.get('module_fqn'))}"
     if "phase" in key:
