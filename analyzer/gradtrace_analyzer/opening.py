@@ -106,6 +106,10 @@ class Opening:
         """The steps that may differ."""
         queries = [SUSPECTS.format(equal=digests_agree())]
         queries += [other_values(table) for table in LINK_TABLES if table.values]
+        [(first,)] = self._connection.execute("SELECT min(step) FROM common").fetchall()
+        if first is not None:
+            named = [table for table in LINK_TABLES if "parameter_fqns" in table.values]
+            queries += [other_values(table, first) for table in named]
         return {place for query in queries for place in self._connection.execute(query).fetchall()}
 
     def _rows(self, places: Collection[Place]) -> int:
