@@ -67,16 +67,19 @@ def within(pairs: Collection[tuple[int, int]]) -> str:
     return f"t.rank IN ({ranks}) AND t.step BETWEEN {min(steps)} AND {max(steps)}"
 
 
-def other_values(table: LinkTable) -> str:
+def other_values(table: LinkTable, only_step: int | None = None) -> str:
     """The (rank, step) whose rows of a table do not have the same values on both sides, in the same order.
 
-    Fingerprints are in digests; a loss, a learning rate or a hook's name is not. The names of a bucket's parameters
-    are left out: buckets of another size or order are no difference.
+    Fingerprints are in digests; a loss, a learning rate or a hook's name is not. The names of parameters are left
+    out, unless `only_step` is given: they are long, and are the same in every step. (Buckets of another size or
+    order are no difference at all.)
     """
     key = [k for k in table.key if k != "parameter_fqns"]
-    columns = ", ".join(dict.fromkeys(["rank", "step", *key, *table.values]))
+    values = [v for v in table.values if v != "parameter_fqns" or only_step is not None]
+    columns = ", ".join(dict.fromkeys(["rank", "step", *key, *values]))
+    where = "" if only_step is None else f" WHERE step = {only_step}"
     rows = {
-        side: f"SELECT {columns} FROM {side}.{table.table} SEMI JOIN common USING (rank, step)"
+        side: f"SELECT {columns} FROM {side}.{table.table} SEMI JOIN common USING (rank, step){where}"
         for side in SIDES
     }
     a, b = rows["baseline"], rows["candidate"]

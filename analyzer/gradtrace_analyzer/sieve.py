@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 SIEVED = tuple(t for t in LINK_TABLES if t.sides)
 
 # Few enough to stay in a processor's cache from being decoded to being judged.
-_ROWS_AT_ONCE = 60000
+_ROWS_AT_ONCE = 30_000
 
 _STATISTICS = ("fingerprint", "norm", "nan_count", "inf_count", "numel", "dtype", "sketch")
 

@@ -51,9 +51,10 @@ def test_tables_as_files_are_those_that_have_rows(tmp_path: Path) -> None:
     expected = {"backward_passes", "buckets", "groups", "ranks", "steps"}
     for kind in ("csv", "parquet"):
         assert {path.stem for path in (tmp_path / kind).iterdir()} == expected
-        [(rows,)] = duckdb.sql(
-            f"SELECT count(*) FROM '{tmp_path / kind / f'steps.{kind}'}'"
-        ).fetchall()
+        with duckdb.connect() as connection:
+            [(rows,)] = connection.execute(
+                f"SELECT count(*) FROM '{tmp_path / kind / f'steps.{kind}'}'"
+            ).fetchall()
         assert rows == 8
     again = CliRunner().invoke(analyzer, ["export", str(run), "--csv", str(tmp_path / "csv")])
     assert again.exit_code == 2 and "is there already" in again.stderr

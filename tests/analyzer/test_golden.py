@@ -27,7 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
     base = build_large(place / "base", SMALL)
     for name in ("one event", "noise", "bug"):
-        build_large(place / name.replace(" ", "-"), SMALL, name, like=base)  # type: ignore[arg-type]
+        build_large(place / name.replace(" ", "-"), SMALL, name, like=base)
     build_large(place / "later", Sizes(ranks=1, steps=2, nodes=20, modules=5))
     build_run(place / "clean", Job().made(), world_size=2)
     apart = Job().made()

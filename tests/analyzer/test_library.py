@@ -53,7 +53,7 @@ def test_named_query_has_a_question_and_says_what_its_parameters_are(query: Name
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
 def test_named_query_carries_over_to_spark(query: NamedQuery) -> None:
     """What sqlglot does not know it would hand over as it is, and Spark would refuse it."""
-    [tree] = sqlglot.parse(query.sql, read="duckdb")
+    tree = sqlglot.parse_one(query.sql, read="duckdb")
     unknown = {node.name for node in tree.find_all(sqlglot.exp.Anonymous)}
     assert not unknown
     [carried] = sqlglot.transpile(

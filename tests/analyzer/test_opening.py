@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import gradtrace_analyzer.opening as opening
+import gradtrace_analyzer.pairing as pairing
 from gradtrace_analyzer.compare import compare
 from gradtrace_analyzer.reports.diff import as_object
 from gradtrace_analyzer.reports.tables import json_text
@@ -81,7 +82,7 @@ def test_one_event_opens_one_step_of_one_rank(
     folder: Path, baseline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[set[tuple[int, int]]] = []
-    original = opening.opened
+    original = pairing.opened
 
     def watched(places: Any) -> str:
         seen.append(set(places))
