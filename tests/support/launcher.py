@@ -25,10 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ParamSpec, cast
+from typing import IO, Any, ParamSpec, cast
 
 import psutil
 import pytest
+
+from support.forked import FORKED_JOBS
 
 P = ParamSpec("P")
 
@@ -80,17 +82,21 @@ def run_job(
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
     buffered: bool = False,
+    forked: bool = False,
 ) -> JobResult:
     """Runs a script with this Python until it ends, whatever its exit status.
 
     One rank is a plain process, several run under torch's launcher with a rendezvous of their own, so
     that jobs may run side by side. `recorded` is the run's directory; without it GRADTRACE_* variables
     of this process do not reach the job, and `env` is added last. Torch's launcher starts workers unbuffered: a
-    line is several writes, and that of another rank may fall in between; `buffered`, it is one. Raises
-    JobTimedOut.
+    line is several writes, and that of another rank may fall in between; `buffered`, it is one. `forked`, the ranks
+    are forked where torch has been imported: for jobs that must not leave their process group, and
+    whose start is not what is tested. Raises JobTimedOut.
     """
     ours = {} if recorded is None else {"GRADTRACE_DIR": str(recorded), "GRADTRACE_STRICT": "1"}
     command = [str(script), *(str(argument) for argument in args)]
+    if forked:
+        return _run_forked(command, ranks, {**ours, **(env or {})}, timeout)
     head = [sys.executable] if ranks == 1 else _torchrun(ranks)
     if buffered:
         ours["PYTHONUNBUFFERED"] = ""
@@ -253,20 +259,38 @@ def _torchrun(count: int) -> list[str]:
     return [*module, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(count)]
 
 
+def _run_forked(
+    command: Sequence[str], count: int, extra: Mapping[str, str], timeout: float
+) -> JobResult:
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        began = time.monotonic()
+        environment = {**_environment(), **extra}
+        returncode = FORKED_JOBS.run(command, count, environment, (stdout, stderr), timeout)
+        if returncode is None:
+            raise JobTimedOut(
+                f"{' '.join(command)} was killed after {timeout:g} s\n{_tails(*_read(stdout, stderr))}"
+            )
+        seconds = time.monotonic() - began
+        return JobResult(tuple(command), returncode, *_read(stdout, stderr), seconds)
+
+
+def _environment() -> dict[str, str]:
+    """That of this process for a job."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("GRADTRACE_")}
+    return {**inherited, "OMP_NUM_THREADS": "1"}
+
+
+def _read(stdout: IO[bytes], stderr: IO[bytes]) -> tuple[str, str]:
+    for output in (stdout, stderr):
+        output.seek(0)
+    return stdout.read().decode(errors="replace"), stderr.read().decode(errors="replace")
+
+
 def _run(command: Sequence[str], extra: Mapping[str, str], timeout: float) -> JobResult:
     mark = uuid.uuid4().hex
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith("GRADTRACE_")
-    }
-    environment = {**inherited, "OMP_NUM_THREADS": "1", MARK: mark, **extra}
+    environment = {**_environment(), MARK: mark, **extra}
     # Files, not pipes: a process that outlives the job would hold a pipe open.
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-
-        def outputs() -> tuple[str, str]:
-            stdout.seek(0)
-            stderr.seek(0)
-            return stdout.read().decode(errors="replace"), stderr.read().decode(errors="replace")
-
         began = time.monotonic()
         process = subprocess.Popen(
             command,
@@ -281,12 +305,12 @@ def _run(command: Sequence[str], extra: Mapping[str, str], timeout: float) -> Jo
         except subprocess.TimeoutExpired:
             _kill_all(mark, process)
             raise JobTimedOut(
-                f"{' '.join(command)} was killed after {timeout:g} s\n{_tails(*outputs())}"
+                f"{' '.join(command)} was killed after {timeout:g} s\n{_tails(*_read(stdout, stderr))}"
             ) from None
         finally:
             _kill_all(mark, process)
         seconds = time.monotonic() - began
-        return JobResult(tuple(command), returncode, *outputs(), seconds)
+        return JobResult(tuple(command), returncode, *_read(stdout, stderr), seconds)
 
 
 def _kill_all(mark: str, process: subprocess.Popen[bytes]) -> None:

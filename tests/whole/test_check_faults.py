@@ -143,7 +143,9 @@ def record(folder: Path, fault: Fault, step: int) -> str:
     """What the job printed. One that hangs is killed, all others end well."""
     arguments = ("--fault", fault.kind, "--fault-step", step)
     job = JOBS / "reduction_faults.py"
-    ended = run_job(job, *arguments, ranks=fault.job_ranks, recorded=folder, timeout=100)
+    ended = run_job(
+        job, *arguments, ranks=fault.job_ranks, recorded=folder, timeout=100, forked=True
+    )
     if fault.kind == "hang" and step != NEVER:
         assert ended.returncode != 0
         return ended.stdout
@@ -248,6 +250,7 @@ def ways(folder: Path, ranks: int, *only: str) -> Path:
         ranks=ranks,
         recorded=folder / "run",
         timeout=200,
+        forked=True,
     ).must_succeed()
     return folder / "run"
 

@@ -123,7 +123,7 @@ def recorded(
 
 
 def record(directory: Path, *arguments: object) -> str:
-    return run_job(JOB, *arguments, ranks=2, recorded=directory).must_succeed().stdout
+    return run_job(JOB, *arguments, ranks=2, recorded=directory, forked=True).must_succeed().stdout
 
 
 def diff(baseline: Path, candidate: Path, *options: str) -> tuple[int, dict[str, Any]]:

@@ -32,7 +32,9 @@ def left_by(folder: Path, ranks: int, recorded: Path | None, *only: str) -> list
     """What the job left on each rank, by way."""
     folder.mkdir()
     chosen = ("--only", *only) if only else ()
-    job = run_job(JOB, "--out", folder, *chosen, ranks=ranks, recorded=recorded, timeout=200)
+    job = run_job(
+        JOB, "--out", folder, *chosen, ranks=ranks, recorded=recorded, timeout=200, forked=ranks > 2
+    )
     job.must_succeed()
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
 
@@ -219,7 +221,7 @@ time.sleep(0.1)
 
 def test_the_last_bucket_alone_is_last(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(ELEVEN)
-    run_job(tmp_path / "job.py", ranks=2, recorded=tmp_path / "run").must_succeed()
+    run_job(tmp_path / "job.py", ranks=2, recorded=tmp_path / "run", forked=True).must_succeed()
     found = rows(
         tmp_path / "run",
         "SELECT rank, backward_index, list(is_last ORDER BY bucket_index) FROM buckets "
@@ -254,8 +256,8 @@ os._exit(0)
 def test_a_collective_that_fails_raises_what_it_raises_unrecorded(tmp_path: Path) -> None:
     """A hook's callback gives errors another text; the reducer's own is put back."""
     (tmp_path / "job.py").write_text(PEER_DIES)
-    bare = run_job(tmp_path / "job.py", ranks=2).stdout
-    seen = run_job(tmp_path / "job.py", ranks=2, recorded=tmp_path / "run").stdout
+    bare = run_job(tmp_path / "job.py", ranks=2, forked=True).stdout
+    seen = run_job(tmp_path / "job.py", ranks=2, recorded=tmp_path / "run", forked=True).stdout
     assert "SAID RuntimeError" in bare, bare
     assert "callback" not in seen
     assert bare.split("]")[-1] == seen.split("]")[-1]
@@ -294,7 +296,7 @@ net(torch.ones(1, 3)).sum().backward()
 
 def test_a_bucket_under_way_outlives_a_kill(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(KILLED_IN_A_REDUCTION)
-    run_job(tmp_path / "job.py", ranks=2, recorded=tmp_path / "run")
+    run_job(tmp_path / "job.py", ranks=2, recorded=tmp_path / "run", forked=True)
     found = rows_of_a_living_run(tmp_path / "run")
     assert [index for index, _ in found] == [0, 1, 2]
     assert found[2][1] is None and None not in [done for _, done in found[:2]]
@@ -319,7 +321,7 @@ time.sleep(0.1)
 
 def test_a_model_that_is_wrapped_again_misses_no_bucket(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(WRAPPED_AGAIN)
-    run_job(tmp_path / "job.py", ranks=2, recorded=tmp_path / "run").must_succeed()
+    run_job(tmp_path / "job.py", ranks=2, recorded=tmp_path / "run", forked=True).must_succeed()
     command = ["-m", "gradtrace_analyzer.cli", "check", str(tmp_path / "run"), "--format", "json"]
     said = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
     answer = json.loads(said.stdout)

@@ -93,12 +93,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead[str, Pa
     folder = tmp_path_factory.mktemp("stage-faults")
 
     def several(ranks: int, runs: list[str]) -> Path:
-        run_job(JOB, "--out", folder, "--runs", *runs, ranks=ranks).must_succeed()
+        run_job(JOB, "--out", folder, "--runs", *runs, ranks=ranks, forked=True).must_succeed()
         return folder
 
     def failing(fault: Fault) -> Path:
         run = f"{fault.kind}={SPLIT}:{fault.kind}:{fault.stage}:{fault.microbatch}"
-        ended = run_job(JOB, "--out", folder, "--timeout", 3, "--runs", run, ranks=2)
+        ended = run_job(JOB, "--out", folder, "--timeout", 3, "--runs", run, ranks=2, forked=True)
         assert ended.returncode != 0
         return folder
 

@@ -38,7 +38,9 @@ Recorded = tuple[Path, list[dict[str, Any]]]
 def left_by(folder: Path, recorded: Path | None, ranks: int = 2) -> list[dict[str, Any]]:
     """What the job left on each rank, by schedule."""
     folder.mkdir()
-    run_job(JOB, "--out", folder, ranks=ranks, recorded=recorded, timeout=200).must_succeed()
+    run_job(
+        JOB, "--out", folder, ranks=ranks, recorded=recorded, timeout=200, forked=ranks > 2
+    ).must_succeed()
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
 
 

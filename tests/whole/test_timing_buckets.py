@@ -14,7 +14,7 @@ JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "straggling.py"
 
 
 def recorded(directory: Path, variant: str) -> Path:
-    run_job(JOB, variant, ranks=2, recorded=directory, timeout=90).must_succeed()
+    run_job(JOB, variant, ranks=2, recorded=directory, timeout=90, forked=True).must_succeed()
     return directory
 
 
