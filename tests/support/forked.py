@@ -70,6 +70,8 @@ class ForkedJobs:
             finally:
                 timer.cancel()
                 _kill_group(group)
+                # Every process of the job holds the other end for as long as it lives.
+                reply.read()
         return int(said) if said else None
 
     def _begun(self) -> socket.socket:
@@ -131,7 +133,6 @@ def _job(asked: dict[str, Any], stdout: int, stderr: int, reply: int) -> dict[st
     for rank in range(count):
         pid = os.fork()
         if pid == 0:
-            os.close(reply)
             if count > 1:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0")
             return asked

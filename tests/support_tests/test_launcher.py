@@ -219,3 +219,63 @@ def test_body_inside_another_function_is_refused() -> None:
 
     with pytest.raises(TypeError, match="must be a function of a module"):
         ranks(2)(body)
+
+
+def test_forked_ranks_are_processes_that_start_and_end_as_others_do(tmp_path: Path) -> None:
+    job = script(
+        tmp_path,
+        """
+        import atexit, os, sys, torch, torch.distributed as dist
+        atexit.register(lambda: print("ended", flush=True))
+        dist.init_process_group("gloo")
+        total = torch.tensor([float(sys.argv[1])])
+        dist.all_reduce(total)
+        print(total.item(), __name__, sorted(n for n in os.environ if "GRADTRACE" in n), flush=True)
+        dist.barrier()
+        dist.destroy_process_group()
+        if len(sys.argv) > 2 and os.environ["RANK"] == "1":
+            raise ValueError("no luck")
+        """,
+    )
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(lambda value: run_job(job, value, ranks=2, forked=True), (1, 10)))
+    for result, total in zip(results, ("2.0", "20.0"), strict=True):
+        said = sorted(result.must_succeed().stdout.splitlines())
+        assert said == [f"{total} __main__ []"] * 2 + ["ended"] * 2
+    failed = run_job(job, 1, "fail", ranks=2, forked=True)
+    assert failed.returncode == 1 and "ValueError: no luck" in failed.stderr
+    recorded = run_job(job, 1, ranks=2, forked=True, recorded=tmp_path / "run").must_succeed()
+    assert "['GRADTRACE_DIR', 'GRADTRACE_STRICT']" in recorded.stdout
+
+
+def test_forked_job_of_one_rank_has_its_own_exit_status_and_is_armed(tmp_path: Path) -> None:
+    job = script(
+        tmp_path,
+        """
+        import os, signal, sys
+        from gradtrace_recorder import bootstrap
+        print(bootstrap.is_armed(), "RANK" in os.environ)
+        sys.stdout.flush()
+        sys.exit(3) if len(sys.argv) == 1 else os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    exited = run_job(job, forked=True, recorded=tmp_path / "run")
+    assert (exited.returncode, exited.stdout) == (3, "True False\n")
+    killed = run_job(job, "kill", forked=True)
+    assert (killed.returncode, killed.stdout) == (-9, "False False\n")
+
+
+def test_timeout_kills_every_rank_of_a_forked_job(tmp_path: Path) -> None:
+    job = script(
+        tmp_path,
+        f"""
+        import os, time
+        open({str(tmp_path)!r} + "/pid" + os.environ["RANK"], "w").write(str(os.getpid()))
+        print("waits", flush=True)
+        time.sleep(60)
+        """,
+    )
+    with pytest.raises(JobTimedOut, match=r"(?s)killed after 3 s.*waits"):
+        run_job(job, ranks=2, timeout=3, forked=True)
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
+    assert not any(is_alive(pid) for pid in pids)

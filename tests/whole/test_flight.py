@@ -75,7 +75,7 @@ def job(place: Path, steps: int, odd: str = "", *, name: str = "run", env: Any =
     script = place / "job.py"
     script.write_text(JOB)
     return run_job(
-        script, steps, odd, recorded=place / name, env={**FLIGHT, **(env or {})}
+        script, steps, odd, recorded=place / name, env={**FLIGHT, **(env or {})}, forked=True
     ).must_succeed()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,11 @@ def test_training_is_equal_bit_for_bit(
 ) -> None:
     for name in ("bare", "recorded"):
         (tmp_path / name).mkdir()
-    job = JOBS / "training.py"
-    bare = run_job(job, *arguments, "--out", tmp_path / "bare", ranks=ranks).must_succeed()
-    seen = run_job(
-        job, *arguments, "--out", tmp_path / "recorded", ranks=ranks, recorded=tmp_path / "run"
-    ).must_succeed()
+    # Under torch's own launcher the whole way is gone once; what is compared is what comes behind the start.
+    run = functools.partial(run_job, JOBS / "training.py", *arguments, "--out", ranks=ranks)
+    forked = "gpt" not in arguments
+    bare = run(tmp_path / "bare", forked=forked).must_succeed()
+    seen = run(tmp_path / "recorded", recorded=tmp_path / "run", forked=forked).must_succeed()
     assert bare.stdout == seen.stdout
     for rank in range(ranks):
         a, b = (torch.load(tmp_path / n / f"rank{rank}.pt") for n in ("bare", "recorded"))
@@ -56,10 +57,9 @@ def test_training_is_equal_bit_for_bit_with_every_node_run_again(tmp_path: Path)
     for name in ("bare", "replayed"):
         (tmp_path / name).mkdir()
     job, env = JOBS / "training.py", {"GRADTRACE_REPLAY": "*,python:*"}
-    bare = run_job(job, *arguments, tmp_path / "bare", ranks=2).must_succeed()
-    seen = run_job(
-        job, *arguments, tmp_path / "replayed", ranks=2, recorded=tmp_path / "run", env=env
-    ).must_succeed()
+    run = functools.partial(run_job, job, *arguments, ranks=2, forked=True)
+    bare = run(tmp_path / "bare").must_succeed()
+    seen = run(tmp_path / "replayed", recorded=tmp_path / "run", env=env).must_succeed()
     assert bare.stdout == seen.stdout
     for rank in range(2):
         a, b = (torch.load(tmp_path / n / f"rank{rank}.pt") for n in ("bare", "replayed"))
