@@ -1,4 +1,4 @@
--- Which modules put out the most memory in one step, counting every call? (Elements; a half-precision one is 2 bytes.)
+-- Which modules put out the most memory in one step, counting every call? (In elements; each takes four bytes, or two in half precision.)
 -- $step = 0  The step.
 -- $top = 20  How many rows.
 SELECT
