@@ -7,6 +7,7 @@ these to start it by hand, or to tell it what it cannot see. All but `start` do 
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from gradtrace_recorder.bootstrap import current_session, start_session, stop_se
 if TYPE_CHECKING:
     import torch
 
+    from gradtrace_recorder.actions import OwnAction
     from gradtrace_recorder.recording import Recording
 
 __version__ = "0.1.0"
@@ -78,22 +80,27 @@ def pause() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stage(index: int, microbatch: int, kind: str) -> Iterator[None]:
+def stage(index: int, microbatch: int, kind: str) -> Iterator[OwnAction]:
     """The block is an action of a stage of the job's own pipeline, and its rows are of that microbatch.
 
-    `kind` is `forward`, `backward_full`, `backward_input` or `backward_weight`. Stages that torch's own schedules run
-    are seen without it.
+    `kind` is `forward`, `backward_full`, `backward_input` or `backward_weight`. What the block is given has `received`
+    and `sent`, for the tensors that come from a neighbouring stage and go to one: they are summarised. Stages that
+    torch's own schedules run are seen without it. Raises ValueError for another kind, TypeError where the others
+    are no whole numbers of 32 bits.
     """
-    from gradtrace_recorder.actions import KINDS
+    from gradtrace_recorder.actions import KINDS, OwnAction
 
     if kind not in KINDS:
         raise ValueError(f"an action of a stage is one of {', '.join(KINDS)}, not {kind!r}")
+    for number in (index, microbatch):
+        if not isinstance(number, numbers.Integral) or not -(2**31) < number < 2**31:
+            raise TypeError(f"a stage and its microbatch are whole numbers, not {number!r}")
     session = current_session()
     if session is None:
-        yield
+        yield OwnAction()
         return
-    with session.pipeline.stage(index, microbatch, kind):
-        yield
+    with session.pipeline.stage(int(index), int(microbatch), kind) as action:
+        yield action
 
 
 def _recording() -> Recording | None:

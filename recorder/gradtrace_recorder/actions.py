@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradtrace_recorder.summaries.values import Packed
@@ -21,8 +22,8 @@ class Action:
     """An action that has begun and is not over. `kind` is None where no row comes of it: a loss is computed."""
 
     __slots__ = (
-        "before", "has_run", "held", "kind", "microbatch", "own_half", "phase", "received", "sent", "stage_index",
-        "start_ns",
+        "before", "follows_half", "has_run", "held", "kind", "microbatch", "own_half", "phase", "received", "sent",
+        "stage_index", "start_ns",
     )  # fmt: skip
 
     def __init__(self, stage_index: int | None, microbatch: int, kind: str | None) -> None:
@@ -32,6 +33,9 @@ class Action:
         self.received: Packed | None = None
         self.sent: Packed | None = None
         self.has_run = False  # a backward function of torch, inside it
+        self.follows_half = (
+            False  # torch's own weight half, which begins where its input half has ended
+        )
         self.own_half = False  # the job brings its own weight half (`dw_builder`)
         self.held: int | None = None  # where its row is kept until it is over
         self.before: tuple[int, int, bool] | None = None
@@ -43,6 +47,28 @@ class Action:
         """It is of this kind."""
         self.kind = kind
         self.phase = _PHASES.get(kind) if kind is not None else None
+
+
+class OwnAction:
+    """What `gradtrace_recorder.stage` gives to its block: there the job says what its action received and sent."""
+
+    def __init__(
+        self,
+        summarised: Callable[[Any], Packed | None] | None = None,
+        action: Action | None = None,
+    ) -> None:
+        self._summarised = summarised
+        self._action = action
+
+    def received(self, *tensors: Any) -> None:
+        """The activations or gradients that came from the neighbouring stage. Tensors, or lists of them."""
+        if self._summarised is not None and self._action is not None:
+            self._action.received = self._summarised(tensors)
+
+    def sent(self, *tensors: Any) -> None:
+        """Those that go to the neighbouring stage."""
+        if self._summarised is not None and self._action is not None:
+            self._action.sent = self._summarised(tensors)
 
 
 class Actions(threading.local):

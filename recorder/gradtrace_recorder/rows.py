@@ -279,7 +279,7 @@ class Rows:
 
     def hold_stage_event(self, step: int, microbatch: int, **fields: Any) -> int | None:
         """An action or a wait that has begun: kept in case the rank dies. Its place in the journal."""
-        values = self._stage_event(**fields, occurrence=0, end_ns=None)
+        values = self._stage_event(**{"end_ns": None, **fields}, occurrence=0)
         return self._journal.hold(_STAGE_EVENTS, step, microbatch, NULL_INT32, *values)
 
     def release(self, held: int | None) -> None:

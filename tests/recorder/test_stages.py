@@ -167,9 +167,11 @@ def own_pipeline(model: nn.Module, watch: Any) -> Any:
     """Two microbatches through one stage, as a job would that calls the engine itself."""
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for microbatch in range(2):
-        with gradtrace_recorder.stage(3, microbatch, "forward"):
+        with gradtrace_recorder.stage(3, microbatch, "forward") as action:
             x = torch.randn(3, 4, requires_grad=True)
+            action.received(x)
             kept[microbatch] = x, model(x)
+            action.sent([kept[microbatch][1]])
     parameters = list(model.parameters())
     for microbatch, (x, output) in kept.items():
         with gradtrace_recorder.stage(3, microbatch, "backward_input"):
@@ -192,6 +194,21 @@ def test_stages_of_an_own_pipeline_have_rows(tmp_path: Path) -> None:
         tmp_path,
         "SELECT DISTINCT stage_index, microbatch, phase FROM node_events ORDER BY ALL",
     ) == [(3, 0, "input"), (3, 0, "weight"), (3, 1, "input"), (3, 1, "weight")]
+    # The job's weight half runs from the output again: what it runs is there, whatever the input half ran before.
+    halves = {
+        phase: sorted(name for (name,) in rows(
+            tmp_path, f"SELECT node_name FROM node_events WHERE phase = '{phase}' AND microbatch = 0"
+        )) for phase in ("input", "weight")
+    }  # fmt: skip
+    assert set(halves["input"]) < set(halves["weight"])
+    assert halves["weight"].count("AddmmBackward0") == halves["input"].count("AddmmBackward0") > 1
+    assert halves["weight"].count("AccumulateGrad") == 2 * halves["weight"].count("AddmmBackward0")
+    handed = "SELECT DISTINCT kind, received_numel, sent_numel, sent_norm > 0 FROM stage_events ORDER BY 1"
+    assert rows(tmp_path, handed) == [
+        ("backward_input", None, None, None),
+        ("backward_weight", None, None, None),
+        ("forward", 12, 12, True),
+    ]
     assert rows(
         tmp_path,
         "SELECT microbatch, count(*), max(call_index) FROM module_calls GROUP BY 1 ORDER BY 1",
@@ -374,3 +391,22 @@ def test_import_is_told_once_when_the_module_has_run(
         assert values == [1, 1] and awaited not in sys.meta_path
     finally:
         sys.modules.pop("awaited_module", None)
+
+
+@pytest.mark.parametrize("wrong", [("x", 0), (0, None), (0, 1.0), (2**40, 0)])
+def test_a_stage_that_is_no_number_is_refused_and_costs_no_other_row(
+    tmp_path: Path, wrong: tuple[Any, Any]
+) -> None:
+    def use() -> None:
+        with (
+            pytest.raises(TypeError, match="whole numbers"),
+            gradtrace_recorder.stage(*wrong, "forward"),
+        ):
+            pass
+
+    use()
+    with recording(tmp_path):
+        use()
+        with gradtrace_recorder.stage(1, 0, "forward"):
+            mlp()(torch.ones(1, 4))
+    assert rows(tmp_path, "SELECT stage_index, kind FROM stage_events") == [(1, "forward")]

@@ -14,6 +14,10 @@ from gradtrace_analyzer.pipelines import PHASES, make_handed
 from gradtrace_analyzer.tolerance import epsilon
 
 NO_STAGE = "no pipeline stage was recorded"
+NO_TENSORS = (
+    "of no two neighbouring stages is it known what was sent and received (a job's own stages say it with `received` "
+    "and `sent` of `gradtrace_recorder.stage`)"
+)
 
 # What was received beside what was sent for it. A cut-off rank may lack the row of what it had sent.
 _PAIRED = """
@@ -38,7 +42,11 @@ never AS (FROM over o ANTI JOIN received r
     ON r.rank = o.receiver AND r.step = o.step AND r.fingerprint = o.fingerprint),
 moved AS (SELECT o.rank, o.receiver, o.step, max(o.record_index) AS last FROM over o JOIN received r
     ON r.rank = o.receiver AND r.step = o.step AND r.fingerprint = o.fingerprint
-    AND (r.what, r.stage_index, r.microbatch) <> (o.what, o.other_stage, o.microbatch) GROUP BY ALL),
+    AND (r.what, r.stage_index, r.microbatch) <> (o.what, o.other_stage, o.microbatch)
+    -- What came where it belongs too was sent twice.
+    WHERE NOT EXISTS (FROM received own WHERE own.rank = o.receiver AND own.step = o.step AND own.what = o.what
+        AND own.stage_index = o.other_stage AND own.microbatch = o.microbatch AND own.fingerprint = o.fingerprint)
+    GROUP BY ALL),
 waited AS (SELECT DISTINCT rank, step, stage_index, microbatch, CASE kind WHEN 'send_activations' THEN 'activations'
     ELSE 'gradient' END AS what FROM stage_events WHERE kind IN ('send_activations', 'send_gradients'))
 SELECT * FROM (SELECT *, EXISTS (FROM moved m WHERE m.rank = o.rank AND m.receiver = o.receiver AND m.step = o.step
@@ -74,7 +82,7 @@ def handovers_equal(evidence: Evidence) -> Findings:
     violations += [
         v for row in _named(evidence, _BROKEN, {"whole": whole}) for v in _told(evidence, row)
     ]
-    return outcome(Law.HANDOVERS_EQUAL, violations, compared, NO_STAGE)
+    return outcome(Law.HANDOVERS_EQUAL, violations, compared, NO_TENSORS)
 
 
 def without_stages(evidence: Evidence, law: Law) -> Findings:

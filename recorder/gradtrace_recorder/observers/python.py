@@ -45,19 +45,21 @@ class PythonObserver:
         backward_index: int,
         accumulates: bool,
         half: str | None,
+        follows_half: bool,
         stage_index: int | None,
         gradient_ready: GradientReady | None,
     ) -> PassWatch:
         """Watch every Node that can be reached from `roots`, until the watch is closed.
 
-        `half` is that of a pipeline stage's split backward: `input`, `weight`, None for no half.
+        `half` is that of a pipeline stage's split backward: `input`, `weight`, None for no half; one that
+        `follows_half` is torch's weight half, which runs nothing that its input half ran.
         `gradient_ready` is called with each parameter when its gradient was accumulated, and the time.
         """
         watch = PassWatch(
             recording, self._guard, backward_index, accumulates, half, stage_index, gradient_ready
         )
         if recording.settings.records("params"):
-            watch.attach(roots)
+            watch.attach(roots, follows_half=follows_half)
         return watch
 
 
@@ -111,21 +113,21 @@ class PassWatch:
         # As long as the graph holds them too: one pass.
         self._hooked_leaves: list[torch.Tensor] = []
 
-    def attach(self, roots: Sequence[Any]) -> None:
+    def attach(self, roots: Sequence[Any], *, follows_half: bool) -> None:
         """Walk the graph (no recursion) and hook its Nodes."""
         try:
-            self._attach(roots)
+            self._attach(roots, follows_half)
         except BaseException:
             self.close(failed=False)  # an interrupt: nothing of ours stays on a Node or a parameter
             raise
 
-    def _attach(self, roots: Sequence[Any]) -> None:
+    def _attach(self, roots: Sequence[Any], follows_half: bool) -> None:
         recording = self.recording
         whole = recording.settings.records("nodes")
         if self.half == "weight" and not whole and not self.accumulates:
             return  # one of many passes of a weight half: nothing here is to be watched, and the graph is large
         release_waiting()
-        done = self.half_done if self.half == "weight" and len(set(roots)) == 1 else None
+        done = self.half_done if follows_half and len(set(roots)) == 1 else None
         nodes, leaves = _reachable(roots, done or ())
         is_long = len(nodes) > _most_in_a_row()
         self.node_count = len(nodes) + len(leaves)

@@ -149,6 +149,7 @@ class EngineSource:
                 backward_index=index,
                 accumulates=accumulates,
                 half=half,
+                follows_half=action is not None and action.follows_half,
                 stage_index=opened.stage_index,
                 gradient_ready=self._ddp.gradient_ready if self._ddp.has_models else None,
             )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradtrace_recorder.actions import FORWARD, FULL, INPUT, WEIGHT, Action
+from gradtrace_recorder.actions import FORWARD, FULL, INPUT, WEIGHT, Action, OwnAction
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import holds_parameters
@@ -21,6 +21,7 @@ from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.sources.state import record_gradients
 from gradtrace_recorder.stages import STAGES, WAIT
 from gradtrace_recorder.summaries.summariser import unasked, unseen
+from gradtrace_recorder.summaries.values import Packed
 
 _FUNCTIONS = {
     "stage_backward": FULL,
@@ -92,11 +93,11 @@ class PipelineSource:
             self._failed(ours)
 
     @contextlib.contextmanager
-    def stage(self, index: int, microbatch: int, kind: str) -> Iterator[None]:
+    def stage(self, index: int, microbatch: int, kind: str) -> Iterator[OwnAction]:
         """The block is an action of a stage of the job's own pipeline."""
         recording = self._gate.enter() if self._guard.is_open else None
         if recording is None:
-            yield
+            yield OwnAction()
             return
         action: Action | None = None
         try:
@@ -108,13 +109,23 @@ class PipelineSource:
             self._failed(error)
         failure: BaseException | None = None
         try:
-            yield
+            yield OwnAction(None if action is None else self._summarised, action)
         except BaseException as error:
             failure = error
             raise
         finally:
             if action is not None:
                 self.ends(lambda live, _, error: self._leave(live, action, error), None, failure)
+
+    def _summarised(self, tensors: Any) -> Packed | None:
+        recording = self._gate.recording
+        try:
+            if self._guard.is_open and recording is not None and _is_recorded(recording):
+                with unasked():
+                    return recording.summariser.of_all(tensors)
+        except Exception as error:
+            self._failed(error)
+        return None
 
     def _failed(self, error: Exception) -> None:
         """Of an action that is not followed to its end nothing may stay."""
@@ -199,11 +210,12 @@ class PipelineSource:
         before = action.phase
         if kind != FULL:
             action.phase = "input" if kind == INPUT else "weight"
+        action.follows_half = kind == WEIGHT
         groups = arguments.get("param_groups") if kind == WEIGHT else None
         of = action
 
         def ended(live: Recording, result: Any, error: BaseException | None) -> None:
-            of.phase = before
+            of.phase, of.follows_half = before, False
             if kind == WEIGHT and error is None:
                 live.timeline.weight_half_done()
                 self._record_accumulated(live, groups or [])
@@ -331,11 +343,25 @@ class PipelineSource:
         for wait, place in zip(waits, held, strict=True):
             over = (start, end, place)
             if error is None and wait[0].startswith("receive"):
-                self._received.setdefault(wait, []).append(over)
+                held_over = self._hold_received(recording, wait, over)
+                self._received.setdefault(wait, []).append(held_over)
             elif _is_recorded(recording):
                 self._write(recording, wait, over, _text(error))
             else:
                 recording.rows.release(place)
+
+    def _hold_received(self, recording: Recording, wait: _Wait, over: _Over) -> _Over:
+        """Keep the row of a wait that is over until its action begins, which tells the step for certain."""
+        start, end, place = over
+        step = recording.timeline.coming_step
+        recording.rows.release(place)
+        if place is None or step is None:
+            return start, end, None
+        kind, stage_index, microbatch = wait
+        held = recording.rows.hold_stage_event(
+            step, microbatch, stage_index=stage_index, kind=kind, start_ns=start, end_ns=end
+        )
+        return start, end, held
 
     def _write_received(self, recording: Recording, action: Action) -> None:
         if action.stage_index is None or action.kind is None:
