@@ -311,12 +311,13 @@ def test_numbers_that_no_record_can_hold_are_refused_recorded_or_not(
     wrong: Any, tmp_path: Path
 ) -> None:
     def ask() -> None:
-        for call in (
+        calls: tuple[Callable[[], Any], ...] = (
             lambda: gradtrace_recorder.stage(wrong, 0, "forward").__enter__(),
             lambda: gradtrace_recorder.stage(0, wrong, "forward").__enter__(),
             lambda: gradtrace_recorder.microbatch(wrong),
             lambda: gradtrace_recorder.step(wrong if wrong != 2**31 else 2**63),
-        ):
+        )
+        for call in calls:
             with pytest.raises((TypeError, ValueError)):
                 call()
 
@@ -330,11 +331,11 @@ def test_numbers_that_no_record_can_hold_are_refused_recorded_or_not(
 def test_forward_of_a_stage_without_parameters_is_of_the_step_that_it_begins(
     tmp_path: Path,
 ) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'met'}", rank=0, world_size=1)
     try:
-        with recording(tmp_path):
+        with recording(tmp_path / "run"):
             second = nn.Linear(4, 4)
-            stages = [
+            stages: list[Any] = [
                 pipelining.PipelineStage(module, index, 2, torch.device("cpu"))
                 for index, module in enumerate((nn.Tanh(), second))
             ]
@@ -346,7 +347,7 @@ def test_forward_of_a_stage_without_parameters_is_of_the_step_that_it_begins(
     finally:
         dist.destroy_process_group()
     forwards = "FROM stage_events WHERE kind = 'forward' GROUP BY ALL ORDER BY ALL"
-    assert rows(tmp_path, f"SELECT step, stage_index, count(*) {forwards}") == [
+    assert rows(tmp_path / "run", f"SELECT step, stage_index, count(*) {forwards}") == [
         (step, index, 2) for step in range(3) for index in range(2)
     ]
 
