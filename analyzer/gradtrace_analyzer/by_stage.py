@@ -93,19 +93,27 @@ FROM (SELECT DISTINCT rank, stage_index FROM {side}.stage_events WHERE stage_ind
 """
 
 
-def scheduled_otherwise(connection: duckdb.DuckDBPyConnection) -> bool:
+def scheduled_otherwise(
+    connection: duckdb.DuckDBPyConnection, *, of_one_size: bool = False
+) -> bool:
     """Whether both runs are pipelines, of which the first step that both made ran in another order, or on other
-    ranks."""
+    ranks. Where they are of one size, a rank that only one side has is a recording that is missing."""
     row = connection.execute(
         "SELECT min(step) FROM (SELECT step FROM baseline.stage_events WHERE stage_index IS NOT NULL "
         "INTERSECT SELECT step FROM candidate.stage_events WHERE stage_index IS NOT NULL)"
     ).fetchone()
     if row is None or row[0] is None:
         return False
-    orders = [
-        connection.execute(_ORDERS.format(side=side), {"step": row[0]}).fetchall() for side in SIDES
-    ]
-    return bool(orders[0] and orders[1]) and orders[0] != orders[1]
+    baseline, candidate = (
+        dict(connection.execute(_ORDERS.format(side=side), {"step": row[0]}).fetchall())
+        for side in SIDES
+    )
+    if not baseline or not candidate:
+        return False
+    both = baseline.keys() & candidate.keys()
+    if not of_one_size or not both:
+        return bool(baseline != candidate)
+    return any(baseline[rank] != candidate[rank] for rank in both)
 
 
 def arrange(connection: duckdb.DuckDBPyConnection) -> Stages:

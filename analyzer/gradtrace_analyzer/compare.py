@@ -76,7 +76,8 @@ def _compared(
     torn = {side: torn_ends(connection, side, run) for side, run in runs.items()}
     stages: Stages | None = None
     lost = [place for places in unread.values() for place in places]
-    if scheduled_otherwise(connection):
+    sizes = {run.world_size for run in runs.values()}
+    if scheduled_otherwise(connection, of_one_size=len(sizes) == 1 and None not in sizes):
         stages = arrange(connection)
         counts = {side: table_counts(connection, side) for side in runs}
         ranks = stages.common

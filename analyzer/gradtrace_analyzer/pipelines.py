@@ -132,6 +132,20 @@ def make_handed(connection: duckdb.DuckDBPyConnection, schema: str = "", prefix:
     return True
 
 
+def stepless_ranks(connection: duckdb.DuckDBPyConnection) -> tuple[int, ...]:
+    """The ranks without an optimizer, all of whose runs of a schedule count as one step where others have several.
+
+    What they did cannot be paired by step with what other ranks did.
+    """
+    rows = connection.execute(
+        "SELECT rank FROM stage_events WHERE stage_index IS NOT NULL "
+        "AND rank NOT IN (SELECT rank FROM steps WHERE optimizer_ns > 0) "
+        "AND (SELECT count(DISTINCT step) FROM stage_events) > 1 GROUP BY rank "
+        f"HAVING count(DISTINCT step) = 1 AND max(occurrence) FILTER (kind = '{FORWARD}') > 0 ORDER BY rank"
+    ).fetchall()
+    return tuple(rank for (rank,) in rows)
+
+
 def stages_of_roots(schema: str = "") -> str:
     """A query: the stage that each root of a rank belongs to (rank, root, stage_index), where it is one alone.
 

@@ -11,6 +11,7 @@ Where strangers are served, the caller adds a process of its own.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import warnings
@@ -64,6 +65,10 @@ def answered(
     Raises BadQuery, here or while rows are read, for what is refused, cannot be answered or takes longer than
     `timeout_s` altogether.
     """
+    if timeout_s is not None:
+        if math.isnan(timeout_s):
+            raise BadQuery("--timeout nan is no number of seconds")
+        timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
     statement = _only_statement(query)
     values = _bound(statement, parameters or {})
     connection = sealed_connection(runs, memory_limit=memory_limit)

@@ -7,7 +7,7 @@ these to start it by hand, or to tell it what it cannot see. All but `start` do 
 from __future__ import annotations
 
 import contextlib
-import numbers
+import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -43,14 +43,22 @@ def stop() -> None:
 
 
 def step(number: int) -> None:
-    """From here on it is this step, until the next call. The rule that counts optimizer steps is off then."""
+    """From here on it is this step, until the next call. The rule that counts optimizer steps is off then.
+
+    Raises TypeError or ValueError for what is no number of a step, whether anything is recorded or not.
+    """
+    number = _number(number, "step", 2**63)
     recording = _recording()
     if recording is not None:
         recording.timeline.set_step(number)
 
 
 def microbatch(index: int) -> None:
-    """From here to the step's end it is this microbatch, until the next call."""
+    """From here to the step's end it is this microbatch, until the next call.
+
+    Raises TypeError or ValueError for what is no number of one, whether anything is recorded or not.
+    """
+    index = _number(index, "microbatch")
     recording = _recording()
     if recording is not None:
         recording.timeline.set_microbatch(index)
@@ -85,22 +93,28 @@ def stage(index: int, microbatch: int, kind: str) -> Iterator[OwnAction]:
 
     `kind` is `forward`, `backward_full`, `backward_input` or `backward_weight`. What the block is given has `received`
     and `sent`, for the tensors that come from a neighbouring stage and go to one: they are summarised. Stages that
-    torch's own schedules run are seen without it. Raises ValueError for another kind, TypeError where the others
-    are no whole numbers of 32 bits.
+    torch's own schedules run are seen without it. Raises TypeError or ValueError for what is no stage, microbatch or
+    kind, whether anything is recorded or not.
     """
     from gradtrace_recorder.actions import KINDS, OwnAction
 
     if kind not in KINDS:
         raise ValueError(f"an action of a stage is one of {', '.join(KINDS)}, not {kind!r}")
-    for number in (index, microbatch):
-        if not isinstance(number, numbers.Integral) or not -(2**31) < number < 2**31:
-            raise TypeError(f"a stage and its microbatch are whole numbers, not {number!r}")
+    index, microbatch = _number(index, "stage"), _number(microbatch, "microbatch")
     session = current_session()
     if session is None:
         yield OwnAction()
         return
-    with session.pipeline.stage(int(index), int(microbatch), kind) as action:
+    with session.pipeline.stage(index, microbatch, kind) as action:
         yield action
+
+
+def _number(value: int, what: str, end: int = 2**31) -> int:
+    """The number as records can hold it: one that they cannot would end the recording at the next record."""
+    number = operator.index(value)
+    if not -end <= number < end:
+        raise ValueError(f"{number} is too large for the number of a {what}")
+    return number
 
 
 def _recording() -> Recording | None:

@@ -11,6 +11,7 @@ import pytest
 
 from support.replicated import Rows, checked
 from support.synthetic import summary_columns
+from support.timed import timing
 
 MICROBATCHES, STEPS = 3, 2
 
@@ -159,6 +160,24 @@ def test_end_of_a_rank_that_was_cut_off_breaks_no_law(
 def test_rank_that_is_not_there_is_no_broken_law(tmp_path: Path) -> None:
     rows = pipeline(stages=3)
     assert found_in(tmp_path, rows, rank_count=3, absent=(1,), law="actions_complete") == []
+
+
+def test_rank_without_an_optimizer_is_not_held_against_steps_of_others(tmp_path: Path) -> None:
+    """All that it does counts as its first step."""
+    rows = pipeline(stages=3)
+    rows["steps"] = [
+        {"rank": rank, "step": step, "optimizer_ns": 5} for rank in (1, 2) for step in range(STEPS)
+    ] + [{"rank": 0, "step": 0, "optimizer_ns": 0}]
+    for row in [row for table in rows.values() for row in table if row["rank"] == 0]:
+        row |= {"occurrence": row["step"]} if "stage_index" in row else {}
+        row["step"] = 0
+    answer = checked(tmp_path, rows, rank_count=3)
+    assert answer["violations"] == []
+    assert any("Rank 0 ran no optimizer" in note for note in answer["cover"]["notes"])
+    # Between ranks 1 and 2: two things for each microbatch.
+    assert answer["judged"]["handovers_equal"] == 2 * STEPS * MICROBATCHES
+    assert answer["judged"]["actions_complete"] == 2 * STEPS * MICROBATCHES
+    assert "rank 0 ran no optimizer" in timing(tmp_path / "run", "--stages").stdout
 
 
 def test_step_that_was_left_by_an_exception_is_not_judged(tmp_path: Path) -> None:

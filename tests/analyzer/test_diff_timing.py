@@ -233,3 +233,11 @@ def test_long_table_is_cut_to_the_top(tmp_path: Path) -> None:
     whole, cut = diff(*runs, "--top", 100).stdout, diff(*runs, "--top", 2).stdout
     assert "(--top)" in cut and "(--top)" not in whole
     assert len(whole.splitlines()) > len(cut.splitlines()) + 5
+
+
+def test_rank_that_one_run_lacks_is_no_other_schedule(tmp_path: Path) -> None:
+    whole = StagedJob().write(tmp_path / "a")
+    lacking = StagedJob().write(tmp_path / "b", absent=(1,))
+    said = CliRunner().invoke(analyzer, ["diff", str(whole), str(lacking)]).output
+    assert "lacks rank 1 of 4" in said
+    assert "scheduled otherwise" not in said

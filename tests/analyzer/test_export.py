@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from gradtrace_analyzer.cli import analyzer
 from gradtrace_schemas import ALL_TABLES
+from support.small_disk import small_disk
 from support.synthetic import build_run
 from support.timed import TimedJob
 
@@ -43,6 +44,16 @@ def test_database_holds_every_table_without_our_help(tmp_path: Path) -> None:
         ).fetchall()
         assert said == "Elements of the flat buffer."
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "out.duckdb"}
+
+
+@pytest.mark.parametrize("kind", ["duckdb", "csv", "parquet"])
+def test_full_disk_is_told_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
+    run = build_run(tmp_path / "a", {"steps": [{"step": n, "end_ns": n**4} for n in range(30_000)]})
+    with small_disk(tmp_path / "small", "40k") as place:
+        said = CliRunner().invoke(analyzer, ["export", str(run), f"--{kind}", str(place / "out")])
+        assert said.exit_code == 2
+        assert said.stderr.splitlines()[-1].endswith("cannot be written: No space left on device")
+        assert [path for path in place.rglob("*") if path.is_file()] == []
 
 
 def test_tables_as_files_are_those_that_have_rows(tmp_path: Path) -> None:

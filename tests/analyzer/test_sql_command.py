@@ -54,6 +54,12 @@ def test_query_is_read_from_a_file_or_from_stdin(run: Path, tmp_path: Path) -> N
     assert from_stdin.stdout == "n\n3\n"
 
 
+def test_query_that_is_no_text_is_no_damaged_recording(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "q.sql").write_bytes(b"SELECT \xff")
+    said = sql("-f", tmp_path / "q.sql", run)
+    assert said.exit_code == 2 and said.stderr.endswith("q.sql is no text in UTF-8\n")
+
+
 @pytest.mark.parametrize(
     "query",
     [
@@ -154,6 +160,12 @@ def test_query_that_takes_too_long_is_stopped(run: Path) -> None:
     )
     assert result.exit_code == 2
     assert "stopped after 0.3 s" in result.stderr
+
+
+@pytest.mark.filterwarnings("error")  # a timer that cannot wait so long fails in its thread
+def test_timeout_that_no_timer_can_wait_for_is_none(run: Path) -> None:
+    assert sql("SELECT 1 AS n", run, "--timeout", "inf").stdout.split() == ["n", "-", "1"]
+    assert "no number of seconds" in sql("SELECT 1", run, "--timeout", "nan").stderr
 
 
 def test_rows_that_come_too_slowly_are_stopped_too(run: Path) -> None:

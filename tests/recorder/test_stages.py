@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.pipelining import _backward, stage
 
 # Imported by name before any recording begins, as a job would that is recorded by `start`.
@@ -321,6 +323,52 @@ def test_kind_of_a_stage_is_checked_recorded_or_not(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("wrong", [2**31, 1.5, "a", None])
+def test_numbers_that_no_record_can_hold_are_refused_recorded_or_not(
+    wrong: Any, tmp_path: Path
+) -> None:
+    def ask() -> None:
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: gradtrace_recorder.stage(wrong, 0, "forward").__enter__(),
+            lambda: gradtrace_recorder.stage(0, wrong, "forward").__enter__(),
+            lambda: gradtrace_recorder.microbatch(wrong),
+            lambda: gradtrace_recorder.step(wrong if wrong != 2**31 else 2**63),
+        )
+        for call in calls:
+            with pytest.raises((TypeError, ValueError)):
+                call()
+
+    ask()
+    with recording(tmp_path):
+        ask()
+        nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+    assert rows(tmp_path, "SELECT count(*) > 0 FROM node_events") == [(True,)]
+
+
+def test_forward_of_a_stage_without_parameters_is_of_the_step_that_it_begins(
+    tmp_path: Path,
+) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'met'}", rank=0, world_size=1)
+    try:
+        with recording(tmp_path / "run"):
+            second = nn.Linear(4, 4)
+            stages: list[Any] = [
+                pipelining.PipelineStage(module, index, 2, torch.device("cpu"))
+                for index, module in enumerate((nn.Tanh(), second))
+            ]
+            schedule = pipelining.ScheduleInterleaved1F1B(stages, 2, loss_fn=nn.functional.mse_loss)
+            optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+            for _ in range(3):
+                schedule.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+                optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    forwards = "FROM stage_events WHERE kind = 'forward' GROUP BY ALL ORDER BY ALL"
+    assert rows(tmp_path / "run", f"SELECT step, stage_index, count(*) {forwards}") == [
+        (step, index, 2) for step in range(3) for index in range(2)
+    ]
+
+
 def test_stop_leaves_every_function_as_it_was(tmp_path: Path) -> None:
     from torch.distributed.pipelining import schedules
 
@@ -391,22 +439,3 @@ def test_import_is_told_once_when_the_module_has_run(
         assert values == [1, 1] and awaited not in sys.meta_path
     finally:
         sys.modules.pop("awaited_module", None)
-
-
-@pytest.mark.parametrize("wrong", [("x", 0), (0, None), (0, 1.0), (2**40, 0)])
-def test_a_stage_that_is_no_number_is_refused_and_costs_no_other_row(
-    tmp_path: Path, wrong: tuple[Any, Any]
-) -> None:
-    def use() -> None:
-        with (
-            pytest.raises(TypeError, match="whole numbers"),
-            gradtrace_recorder.stage(*wrong, "forward"),
-        ):
-            pass
-
-    use()
-    with recording(tmp_path):
-        use()
-        with gradtrace_recorder.stage(1, 0, "forward"):
-            mlp()(torch.ones(1, 4))
-    assert rows(tmp_path, "SELECT stage_index, kind FROM stage_events") == [(1, "forward")]

@@ -69,7 +69,7 @@ def sql(
     if is_list:
         _list(format)
         return
-    query, paths = (file.read(), query_and_runs) if file else _split(query_and_runs)
+    query, paths = (_read(file), query_and_runs) if file else _split(query_and_runs)
     if not paths:
         raise click.UsageError("Missing argument 'RUN...'.")
     values = _values(given)
@@ -96,6 +96,13 @@ def sql(
         answer(rendered(format, found.columns, itertools.islice(found.rows, most or None)))
         if most:
             _tell_the_rest(found.rows, most)
+
+
+def _read(file: TextIO) -> str:
+    try:
+        return file.read()
+    except UnicodeDecodeError:
+        raise BadQuery(f"{file.name} is no text in UTF-8") from None
 
 
 def _split(query_and_runs: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:

@@ -39,13 +39,25 @@ def write_database(path: Path, runs: Sequence[Run]) -> int:
 
 
 def write_tables(folder: Path, runs: Sequence[Run], format: Literal["csv", "parquet"]) -> int:
-    """A file for each table that has rows, in a folder that is new or empty; how many rows these are."""
+    """A file for each table that has rows, in a folder that is new or empty; how many rows these are.
+
+    Of an export that is broken off no file stays: a table without one has no rows.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CannotWrite(f"{folder} is there already; give a new folder, or an empty one")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CannotWrite(f"{folder} cannot be made: {error.strerror or error}") from None
+    try:
+        return _write_all(folder, runs, format)
+    except BaseException:
+        for table in ALL_TABLES:
+            (folder / f"{table.name}.{format}").unlink(missing_ok=True)
+        raise
+
+
+def _write_all(folder: Path, runs: Sequence[Run], format: str) -> int:
     total = 0
     options = "FORMAT csv, HEADER" if format == "csv" else "FORMAT parquet, COMPRESSION zstd"
     with connect(runs) as connection, progress("writing tables", len(ALL_TABLES)) as count:

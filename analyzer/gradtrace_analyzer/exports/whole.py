@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import duckdb
 
 from gradtrace_analyzer.errors import CannotWrite
 
@@ -32,6 +35,12 @@ def whole_file(path: Path, also: str = "") -> Iterator[Path]:
             if isinstance(error, BrokenPipeError):
                 raise
             raise CannotWrite(f"{path} cannot be written: {error.strerror or error}") from None
+        except duckdb.Error as error:
+            # DuckDB reads parts and writes files with the same errors: the name tells which it was.
+            refused = re.search(re.escape(temporary.name) + r"[^\"]*\": ([^\"]+)", str(error))
+            if refused is None:
+                raise
+            raise CannotWrite(f"{path} cannot be written: {refused[1]}") from None
     finally:
         temporary.unlink(missing_ok=True)
         if also:

@@ -7,7 +7,7 @@ from typing import Any
 from gradtrace_analyzer.laws.evidence import Evidence
 from gradtrace_analyzer.laws.handovers import without_stages
 from gradtrace_analyzer.laws.law import Findings, Law, Violation, outcome, violation
-from gradtrace_analyzer.pipelines import FORWARD, FULL, INPUT, WEIGHT
+from gradtrace_analyzer.pipelines import FORWARD, FULL, INPUT, WEIGHT, stepless_ranks
 
 # How often each stage did each action, beside the most that any stage did for that microbatch. Left out are steps in
 # which an action failed, and those at the end of a rank that was cut off, or of which rows are lost.
@@ -21,7 +21,7 @@ ended_well AS (SELECT DISTINCT rank, step FROM gradients WHERE point = 'final'
     UNION SELECT DISTINCT rank, step FROM stage_events e
         WHERE EXISTS (FROM stage_events o WHERE o.rank = e.rank AND o.step > e.step)),
 whole AS (FROM stage_events SEMI JOIN ended_well USING (rank, step)
-    WHERE stage_index IS NOT NULL AND step NOT IN (FROM torn)),
+    WHERE stage_index IS NOT NULL AND step NOT IN (FROM torn) AND NOT list_contains($stepless, rank)),
 places AS (SELECT DISTINCT rank, step, stage_index FROM whole),
 microbatches AS (SELECT DISTINCT step, microbatch FROM whole WHERE kind = '{FORWARD}'),
 counts AS (SELECT p.rank, p.step, p.stage_index, m.microbatch,
@@ -55,6 +55,7 @@ def actions_complete(evidence: Evidence) -> Findings:
         {
             "closed": sorted(evidence.closed_ranks) or [-1],
             "losing": sorted(evidence.losing_ranks) or [-1],
+            "stepless": list(stepless_ranks(evidence.connection)) or [-1],
         },
     )
     [(compared,)] = evidence.rows("SELECT count(*) FROM action_counts")

@@ -10,13 +10,14 @@ from typing import Any
 from gradtrace_analyzer.laws.evidence import Evidence
 from gradtrace_analyzer.laws.law import Findings, Law, Violation, outcome, violation
 from gradtrace_analyzer.laws.phrases import counted
-from gradtrace_analyzer.pipelines import PHASES, make_handed
+from gradtrace_analyzer.pipelines import PHASES, make_handed, stepless_ranks
+from gradtrace_analyzer.run import ranks_phrase
 from gradtrace_analyzer.tolerance import epsilon
 
 NO_STAGE = "no pipeline stage was recorded"
-NO_TENSORS = (
-    "of no two neighbouring stages is it known what was sent and received (a job's own stages say it with `received` "
-    "and `sent` of `gradtrace_recorder.stage`)"
+NOT_BOTH = (
+    "of no tensor was a fingerprint recorded both where it was sent and where it was received (a job's own stages say "
+    "what they hand on with `received` and `sent` of `gradtrace_recorder.stage`)"
 )
 
 # What was received beside what was sent for it. A cut-off rank may lack the row of what it had sent.
@@ -74,6 +75,11 @@ def handovers_equal(evidence: Evidence) -> Findings:
     """Report for each boundary the first thing that was not received as it was sent."""
     if not make_handed(evidence.connection):
         return without_stages(evidence, Law.HANDOVERS_EQUAL)
+    stepless = stepless_ranks(evidence.connection)
+    evidence.connection.execute(
+        "DELETE FROM neighbours WHERE list_contains($1, rank) OR list_contains($1, other_rank)",
+        [list(stepless) or [-1]],
+    )
     evidence.connection.execute(_PAIRED)
     evidence.connection.execute(_LOST)
     [(compared,)] = evidence.rows("SELECT count(*) FROM handovers WHERE is_sent")
@@ -82,7 +88,14 @@ def handovers_equal(evidence: Evidence) -> Findings:
     violations += [
         v for row in _named(evidence, _BROKEN, {"whole": whole}) for v in _told(evidence, row)
     ]
-    return outcome(Law.HANDOVERS_EQUAL, violations, compared, NO_TENSORS)
+    notes = []
+    if stepless:
+        who = ranks_phrase(stepless)
+        notes.append(
+            f"{who[0].upper()}{who[1:]} ran no optimizer, so that every run of the schedule there counts as one step: "
+            "what was handed on is not compared there; gradtrace_recorder.step(n) tells steps apart."
+        )
+    return outcome(Law.HANDOVERS_EQUAL, violations, compared, NOT_BOTH, notes=notes)
 
 
 def without_stages(evidence: Evidence, law: Law) -> Findings:

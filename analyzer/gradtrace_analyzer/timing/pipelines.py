@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import duckdb
 
+from gradtrace_analyzer.pipelines import stepless_ranks
+from gradtrace_analyzer.run import ranks_phrase
 from gradtrace_analyzer.timing.clocks import MAKE_CLOCKS, lay_over
 from gradtrace_analyzer.timing.slices import Steps
 
@@ -197,4 +199,10 @@ def _notes(connection: duckdb.DuckDBPyConnection, asked: str) -> tuple[str, ...]
     ).fetchone()
     if row is not None and row[0]:
         said.append("times are the host's: what a device does after that is not in them")
+    stepless = stepless_ranks(connection)
+    if stepless:
+        said.append(
+            f"{ranks_phrase(stepless)} ran no optimizer, so that every run of the schedule there counts as one step; "
+            "gradtrace_recorder.step(n) tells steps apart"
+        )
     return tuple(said)

@@ -166,7 +166,9 @@ class PipelineSource:
             received = (
                 arguments.get("args") if owner.is_first else _buffers(owner, "args", microbatch)
             )
-            trains = torch.is_grad_enabled() and holds_parameters(owner.submod)
+            # A stage without parameters begins a step too, where a backward is to follow.
+            counts = holds_parameters(owner.submod) or owner.has_backward
+            trains = torch.is_grad_enabled() and counts
             self._enter(recording, action, received, trains=trains)
 
             def returned(live: Recording, result: Any, error: BaseException | None) -> None:
