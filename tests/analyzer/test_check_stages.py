@@ -105,6 +105,25 @@ def test_schedule_that_runs_twice_in_a_step_is_held_to_each_run(tmp_path: Path) 
     assert "they are what was sent for microbatch 1" in found["explanation"]
 
 
+def test_what_was_sent_twice_is_no_lost_send(tmp_path: Path) -> None:
+    rows = pipeline()
+    row = row_of(rows, rank=1, step=1, microbatch=1, kind="forward")
+    # What belongs there never came, and what was sent after it came early; but where it belongs it came too.
+    row |= summary_columns(handed("forth", 0, 0, 1, 2), "received_")
+    (found,) = found_in(tmp_path, rows)
+    assert "they are what was sent for microbatch 2" in found["explanation"]
+
+
+def test_own_stages_that_do_not_say_what_they_handed_on_are_not_judged(tmp_path: Path) -> None:
+    rows = pipeline()
+    for row in rows["stage_events"]:
+        for name in [name for name in row if name.startswith(("sent_", "received_"))]:
+            del row[name]
+    answer = checked(tmp_path, rows)
+    assert "`received` and `sent`" in answer["not_judged"]["handovers_equal"]
+    assert "actions_complete" in answer["judged"]
+
+
 def test_value_that_became_nan_on_the_way_is_said_so(tmp_path: Path) -> None:
     rows = pipeline()
     values = handed("forth", 0, 0, 1, 1)

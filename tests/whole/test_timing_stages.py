@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from gradtrace_analyzer.database import connect
+from gradtrace_analyzer.run import open_run
 from support.commands import asked, told
 from support.launcher import run_job
 from support.recorded import rows
@@ -123,3 +125,14 @@ def test_rank_that_was_killed_in_a_stage_says_where_and_who_waited_for_it(runs: 
     waits = [rank["stage"] for rank in answer["ranks"] if rank["rank"] != 2 and rank["stage"]]
     assert any(stage["for_ranks"] == [2] for stage in waits), answer["explanation"]
     assert "in stage 2's weight half of microbatch 3" in told("failures", runs / "killed")[1]
+
+
+def test_rank_that_died_after_it_had_received_waited_for_nobody(tmp_path: Path) -> None:
+    job = JOB.with_name("dying_stage.py")
+    run_job(job, ranks=2, recorded=tmp_path / "run", forked=True)
+    died = asked("failures", tmp_path / "run", "--format", "json")[1]["ranks"][0]
+    print(died["sentence"])
+    assert died["state"] == "died" and not died["stage"]
+    waits = "SELECT microbatch, end_ns IS NULL FROM stage_events WHERE rank = 0 AND kind = 'receive_gradients'"
+    with connect([open_run(tmp_path / "run")]) as connection:
+        assert sorted(connection.execute(waits).fetchall()) == [(0, False), (1, False)]

@@ -261,8 +261,9 @@ def _lacking_steps(cover: Cover) -> Iterator[str]:
         by_steps: dict[tuple[int, ...], list[int]] = {}
         for rank, steps in by_rank.items():
             by_steps.setdefault(steps, []).append(rank)
+        who = _stages if cover.by_stage else ranks_phrase
         for steps, ranks in by_steps.items():
-            yield f"the {side} lacks {_steps(steps)} of {ranks_phrase(ranks)}"
+            yield f"the {side} lacks {_steps(steps)} of {who(ranks)}"
 
 
 def _caveats(cover: Cover) -> Iterator[str]:
