@@ -135,6 +135,13 @@ def test_check_names_stage_microbatch_and_half(fault: Fault, recorded: Ahead[str
     assert fault.says in found["explanation"]
 
 
+def test_check_says_where_gradients_are_added_past_every_node(recorded: Ahead[str, Path]) -> None:
+    notes = asked("check", "--format", "json", recorded["two"] / "good")[1]["cover"]["notes"]
+    assert [note for note in notes if "ranks 0-1 is added by hand" in note]
+    whole = asked("check", "--format", "json", recorded["four"] / "line")[1]["cover"]["notes"]
+    assert not [note for note in whole if "by hand" in note]
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=id_of)
 def test_diff_names_one_origin(fault: Fault, recorded: Ahead[str, Path]) -> None:
     good, bad = recorded["two"] / "good", recorded["two"] / fault.kind

@@ -51,6 +51,15 @@ WHERE h.point = 'local' AND h.old IS NOT NULL AND h.numel = n.grad_output_numel 
     AND coalesce(h.nan_count + h.inf_count + n.grad_output_nan_count + n.grad_output_inf_count, 1) = 0
 """
 
+# Ranks with gradients that a weight half added to, of which no Node tells what came.
+_BY_HAND = """
+SELECT DISTINCT g.rank FROM gradients g JOIN (SELECT DISTINCT rank, step, microbatch FROM stage_events
+    WHERE kind = 'backward_weight' AND error IS NULL) w USING (rank, step, microbatch)
+ANTI JOIN node_events n ON n.rank = g.rank AND n.step = g.step AND n.backward_index = g.backward_index
+    AND n.root = g.root AND n.parameter_fqn = g.parameter_fqn
+WHERE g.point = 'local' AND EXISTS (FROM node_events) ORDER BY 1
+"""
+
 
 @dataclass(frozen=True)
 class _Changed:
@@ -78,11 +87,20 @@ def gradients_accumulate(evidence: Evidence) -> Findings:
     evidence.connection.execute(f"CREATE TEMP TABLE accumulated AS {_ACCUMULATED}")
     [(compared,)] = evidence.rows("SELECT count(*) FROM accumulated")
     found = list(_of_first_step(evidence))
+    by_hand = [rank for (rank,) in evidence.rows(_BY_HAND)]
+    notes = []
+    if by_hand:
+        who = ranks_phrase(by_hand)
+        notes.append(
+            f"What weight halves of pipeline stages add to `.grad` on {who} is added by hand, past AccumulateGrad: that "
+            "a gradient was changed between two of them is seen by no law (gradients_accumulate did not judge them)."
+        )
     return outcome(
         Law.GRADIENTS_ACCUMULATE,
         list(_told(evidence, found)),
         compared,
         "no gradient was accumulated onto one that was recorded before it in its step",
+        notes=notes,
     )
 
 
