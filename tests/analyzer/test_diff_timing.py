@@ -200,6 +200,8 @@ def test_too_few_steps_are_said_to_be_so(tmp_path: Path) -> None:
     answer = timing_of(one, StagedJob(steps=9).write(tmp_path / "b"))
     assert answer["verdict"] == "no_verdict"
     assert "the baseline has 1 step and the candidate 8 steps" in answer["explanation"]
+    alone = timing_of(one, StagedJob(steps=1).write(tmp_path / "again"))
+    assert alone["explanation"].startswith("No verdict on times: the baseline has 1 step and")
     few = timing_of(StagedJob(steps=5).write(tmp_path / "c"), StagedJob(steps=5).write(tmp_path / "d"))  # fmt: skip
     assert "With fewer than 8 steps (4 and 4)" in few["explanation"]
 

@@ -92,7 +92,7 @@ def gradients_accumulate(evidence: Evidence) -> Findings:
     if by_hand:
         who = ranks_phrase(by_hand)
         notes.append(
-            f"What weight halves of pipeline stages add to `.grad` on {who} is added by hand, past AccumulateGrad: that "
+            f"What weight halves of stages add to `.grad` on {who} is added by hand, past AccumulateGrad. That "
             "a gradient was changed between two of them is seen by no law (gradients_accumulate did not judge them)."
         )
     return outcome(

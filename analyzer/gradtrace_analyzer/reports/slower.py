@@ -138,9 +138,11 @@ def _no_verdict_text(found: Compared) -> str:
     a, b = len(found.baseline.steps), len(found.candidate.steps)
     if not found.changes and min(a, b) >= FEWEST_STEPS:
         return "No verdict on times: the two runs have no place in common."
+    is_left_out = any(run.left_out is not None for run in (found.baseline, found.candidate))
+    after = "after the first step, which is left out, " if is_left_out else ""
     return (
-        f"No verdict on times: after the first step, which is left out, the baseline has {counted(a, 'step')} and the "
-        f"candidate {counted(b, 'step')}; {FEWEST_STEPS} are needed to know the spread, {SURE_STEPS} for small changes."
+        f"No verdict on times: {after}the baseline has {counted(a, 'step')} and the candidate {counted(b, 'step')}; "
+        f"{FEWEST_STEPS} are needed to know the spread, {SURE_STEPS} for small changes."
     )
 
 
@@ -222,11 +224,9 @@ def _remarks(found: Compared, runs: tuple[Run, Run]) -> Iterator[str]:
 
 def _left_out_text(baseline: RunSeries, candidate: RunSeries) -> Iterator[str]:
     a, b = baseline.left_out, candidate.left_out
-    if a is None and b is None:
-        return
-    if a == b:
+    if a == b and a is not None:
         yield f"Step {a} of both, the first recorded, is left out: it warms up."
-    else:
+    elif a is not None and b is not None:
         yield f"The first recorded step of each (baseline {a}, candidate {b}) is left out: it warms up."
 
 
