@@ -16,13 +16,10 @@ from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.pipelines import stepless_ranks
+from gradtrace_analyzer.pipelines import ACTIONS, stepless_ranks
 from gradtrace_analyzer.run import ranks_phrase
 from gradtrace_analyzer.timing.clocks import MAKE_CLOCKS, lay_over
 from gradtrace_analyzer.timing.slices import Steps
-
-KINDS = ("forward", "backward_full", "backward_input", "backward_weight")
-_OF_KINDS = ", ".join(f"'{kind}'" for kind in KINDS)
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ WITH of_lines AS (
     GROUP BY rank)
 SELECT s.rank, s.step, s.microbatch, s.stage_index, s.kind, s.occurrence, s.record_index, c.host,
     coalesce(l.line, 0) AS line, s.start_ns + c.began_ns AS start_ns, s.end_ns + c.began_ns AS end_ns,
-    s.kind IN ({kinds}) AS is_action
+    s.kind IN {kinds} AS is_action
 FROM stage_events s JOIN clocks c ON c.rank = s.rank LEFT JOIN of_lines l ON l.rank = s.rank
 WHERE s.end_ns IS NOT NULL AND s.error IS NULL AND {steps}
 """
@@ -115,8 +112,8 @@ FROM aligned;
 
 # What is counted, and where its rows are.
 _INCOMPLETE = {
-    "actions that raised": f"kind IN ({_OF_KINDS}) AND error IS NOT NULL",
-    "actions that were never seen to end": f"kind IN ({_OF_KINDS}) AND end_ns IS NULL",
+    "actions that raised": f"kind IN {ACTIONS} AND error IS NOT NULL",
+    "actions that were never seen to end": f"kind IN {ACTIONS} AND end_ns IS NULL",
     "rows of ranks whose clock is not known": "rank NOT IN (SELECT rank FROM clocks)",
 }
 
@@ -144,7 +141,7 @@ def pipelines(connection: duckdb.DuckDBPyConnection, steps: Steps) -> Pipelines 
         return None
     asked = f"{steps.condition('s.step')} AND s.step >= {numbers[0]}"
     connection.execute(MAKE_CLOCKS)
-    connection.execute(_ROWS.format(kinds=_OF_KINDS, steps=asked))
+    connection.execute(_ROWS.format(kinds=ACTIONS, steps=asked))
     connection.execute(_MESSAGES)
     clocks = _aligned(connection)
     connection.execute(_ALIGNED)
