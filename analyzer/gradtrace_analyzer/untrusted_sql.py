@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 import re
+import signal
+import socket
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,7 +76,7 @@ def answered(
     connection = sealed_connection(runs, memory_limit=memory_limit)
     timer = threading.Timer(timeout_s, connection.interrupt) if timeout_s is not None else None
     try:
-        with told(timeout_s):
+        with told(timeout_s), _heeding_interrupts(connection):
             if timer is not None:
                 timer.start()
             connection.execute("BEGIN TRANSACTION READ ONLY")
@@ -107,6 +109,36 @@ def sealed_connection(
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
     return connection
+
+
+@contextmanager
+def _heeding_interrupts(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    """Ctrl-C ends what DuckDB does inside the block.
+
+    It looks for signals between pieces of its work, and one piece of a cross join may take for ever. Python's own
+    handler of the signal comes only after it; but the signal is written to a socket at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = socket.socketpair()
+
+    def watch() -> None:
+        while number := reading.recv(1):
+            if number[0] == signal.SIGINT:
+                connection.interrupt()
+
+    with reading:
+        with writing:
+            writing.setblocking(False)
+            before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+            watching = threading.Thread(target=watch, daemon=True)
+            watching.start()
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(before)
+        watching.join()
 
 
 def _only_statement(query: str, *, kinds: tuple[duckdb.StatementType, ...] = _KINDS) -> str:
@@ -161,7 +193,7 @@ def _fetched(
     connection: duckdb.DuckDBPyConnection, timeout_s: float | None
 ) -> Iterator[tuple[Any, ...]]:
     while True:
-        with told(timeout_s):
+        with told(timeout_s), _heeding_interrupts(connection):
             rows = connection.fetchmany(_ROWS_AT_ONCE)
         if not rows:
             return

@@ -30,8 +30,6 @@ from typing import IO, Any, ParamSpec, cast
 import psutil
 import pytest
 
-from support.forked import FORKED_JOBS
-
 P = ParamSpec("P")
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -262,6 +260,9 @@ def _torchrun(count: int) -> list[str]:
 def _run_forked(
     command: Sequence[str], count: int, extra: Mapping[str, str], timeout: float
 ) -> JobResult:
+    # Not above: as a rank's script this file finds its own folder alone.
+    from support.forked import FORKED_JOBS
+
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         began = time.monotonic()
         environment = {**_environment(), **extra}
