@@ -18,7 +18,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,21 +124,20 @@ def _heeding_interrupts(connection: duckdb.DuckDBPyConnection) -> Iterator[None]
     reading, writing = socket.socketpair()
 
     def watch() -> None:
-        while number := reading.recv(1):
-            if number[0] == signal.SIGINT:
-                connection.interrupt()
+        # Ends when the other end is closed. By the time that it hears, the connection may be closed as well.
+        with reading, suppress(duckdb.Error):
+            while number := reading.recv(1):
+                if number[0] == signal.SIGINT:
+                    connection.interrupt()
 
-    with reading:
-        with writing:
-            writing.setblocking(False)
-            before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-            watching = threading.Thread(target=watch, daemon=True)
-            watching.start()
-            try:
-                yield
-            finally:
-                signal.set_wakeup_fd(before)
-        watching.join()
+    with writing:
+        writing.setblocking(False)
+        before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
 
 
 def _only_statement(query: str, *, kinds: tuple[duckdb.StatementType, ...] = _KINDS) -> str:
