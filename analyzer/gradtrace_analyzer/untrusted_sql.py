@@ -133,7 +133,8 @@ def _heeding_interrupts(connection: duckdb.DuckDBPyConnection) -> Iterator[None]
     with writing:
         writing.setblocking(False)
         before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=watch, daemon=True).start()
+        # No daemon: at Python's end one that is inside DuckDB would abort the process.
+        threading.Thread(target=watch).start()
         try:
             yield
         finally:
