@@ -33,9 +33,7 @@ class Action:
         self.received: Packed | None = None
         self.sent: Packed | None = None
         self.has_run = False  # a backward function of torch, inside it
-        self.follows_half = (
-            False  # torch's own weight half, which begins where its input half has ended
-        )
+        self.follows_half = False  # torch's weight half: it begins where its input half has ended
         self.own_half = False  # the job brings its own weight half (`dw_builder`)
         self.held: int | None = None  # where its row is kept until it is over
         self.before: tuple[int, int, bool] | None = None

@@ -22,13 +22,8 @@ from gradtrace_recorder.journal import JournalWriter
 from gradtrace_schemas import TABLES, layout
 from gradtrace_schemas.batches import arrow_table, write_part
 from gradtrace_schemas.digests import Digests
-from gradtrace_schemas.journal import (
-    JOURNAL_TABLES,
-)
-from gradtrace_schemas.journal_reader import (
-    heads,
-    of_table,
-)
+from gradtrace_schemas.journal import JOURNAL_TABLES
+from gradtrace_schemas.journal_reader import heads, of_table
 
 # How often the thread says that the process lives, and tries again what failed.
 _BEAT_SECONDS = 1.0

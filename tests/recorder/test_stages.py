@@ -25,8 +25,10 @@ from torch.distributed.pipelining._backward import (
 )
 
 import gradtrace_recorder
+from gradtrace_recorder import bootstrap
 from gradtrace_recorder.imports import AfterImport
 from gradtrace_recorder.sources.pipeline import PipelineSource
+from gradtrace_recorder.summaries.summariser import Summariser
 from support.recorded import recording, rows
 from support.twice import both
 
@@ -439,3 +441,25 @@ def test_import_is_told_once_when_the_module_has_run(
         assert values == [1, 1] and awaited not in sys.meta_path
     finally:
         sys.modules.pop("awaited_module", None)
+
+
+def test_failure_of_ours_inside_a_stage_spoils_no_other_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError("ours")
+
+    with recording(tmp_path, strict=False):
+        with gradtrace_recorder.stage(1, 7, "forward") as action, monkeypatch.context() as broken:
+            broken.setattr(Summariser, "of_all", fails)
+            action.received(torch.ones(3))
+        mlp()(torch.ones(1, 4)).sum().backward()
+        session = bootstrap.current_session()
+        assert session is not None and session.gate.recording is not None
+        # The row's place was given back once: else two rows would come to share it.
+        free = session.gate.recording.journal._free_places
+        assert len(free) == len(set(free))
+    assert rows(tmp_path, "SELECT kind FROM stage_events") == []
+    assert rows(tmp_path, "SELECT DISTINCT stage_index, microbatch FROM node_events") == [(None, 0)]
+    ((problems,),) = rows(tmp_path, "SELECT problems FROM ranks")
+    assert "pipeline source" in problems and "ours" in problems
