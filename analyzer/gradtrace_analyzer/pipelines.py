@@ -18,15 +18,14 @@ ACTIONS = f"('{FORWARD}', '{FULL}', '{INPUT}', '{WEIGHT}')"
 # The half of a pass that an action is, in the words of `node_events.phase`.
 PHASES = {FORWARD: "forward", FULL: "backward", INPUT: "input", WEIGHT: "weight"}
 
-_SUMMARY = ("numel", "dtype", "norm", "nan_count", "inf_count", "fingerprint", "sketch")
-
-
-_HALF_WORDS = {
+HALF_WORDS = {
     "forward": "forward",
     "backward": "backward",
     "input": "input half",
     "weight": "weight half",
 }
+
+_SUMMARY = ("numel", "dtype", "norm", "nan_count", "inf_count", "fingerprint", "sketch")
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Place:
         said = f"stage {self.stage_index}"
         if self.microbatch is not None:
             said += f", microbatch {self.microbatch}"
-        return said if self.phase is None else f"{said}, {_HALF_WORDS[self.phase]}"
+        return said if self.phase is None else f"{said}, {HALF_WORDS[self.phase]}"
 
 
 def action_around(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import duckdb
 
+from gradtrace_analyzer.pipelines import HALF_WORDS, PHASES
+
 _NEEDED_BY = {"receive_activations": "forward", "receive_gradients": "backward"}
 
 
@@ -50,13 +52,7 @@ class StageAction:
                 f"waiting until {what} {of} have gone from {stage} to stage {self.other_stage}"
                 f"{_held_by(self.for_ranks)}"
             )
-        part = {
-            "forward": "forward",
-            "backward_full": "backward",
-            "backward_input": "input half",
-            "backward_weight": "weight half",
-        }.get(self.kind, self.kind)
-        return f"in {stage}'s {part} {of}"
+        return f"in {stage}'s {HALF_WORDS[PHASES[self.kind]]} {of}"
 
 
 # The one that began last: an action begins when the wait before it is over.

@@ -30,6 +30,7 @@ from gradtrace_schemas.journal import (
     record_dtype,
 )
 from gradtrace_schemas.summary import STATE_FULL
+from support.synthetic import facts_of, write_json
 
 Change = Literal["nothing", "one event", "noise", "bug"]
 Records = npt.NDArray[Any]
@@ -68,7 +69,7 @@ def build_large(
         return path
     started = {"world_size": sizes.ranks, "schema_version": SCHEMA_VERSION, "token": "0"}
     for file in (path / layout.RUN_FILE, layout.attempt_file(path, 0)):
-        _write_json(file, started)
+        write_json(file, started)
     jobs = []
     for rank in range(sizes.ranks):
         is_same = change == "nothing" or (change == "one event" and rank != sizes.ranks - 1)
@@ -111,28 +112,15 @@ def _build_rank(path: Path, sizes: Sizes, change: Change, rank: int) -> None:
             part = layout.part_file(path, name, rank, 0, number)
             write_part(part, table, made, int(rows["record_number"].max()))
     facts = {
-        "rank": rank,
-        "attempt": 0,
-        "world_size": sizes.ranks,
+        **facts_of(rank, sizes.ranks),
         "local_rank": rank % 8,
         "host": f"host{rank // 8}",
-        "pid": 1000 + rank,
-        "device": "cpu",
-        "versions": {"gradtrace": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
-        "settings": {"detail": "nodes", "summary": "full", "ranks": []},
         "environment": {"num_threads": 2 if change == "noise" else 1},
-        "command": ["train.py"],
         "complete": True,
         "last_step": sizes.steps - 1,
         "recorded": recorded,
-        "dropped": {},
-        "unsummarised": {},
-        "problems": [],
-        "wall_start_ns": 1_700_000_000_000_000_000,
-        "wall_end_ns": 1_700_000_001_000_000_000,
-        "monotonic_start_ns": 5_000_000_000,
     }
-    _write_json(layout.rank_file(path, rank, 0), facts)
+    write_json(layout.rank_file(path, rank, 0), facts)
 
 
 def _records(
@@ -292,8 +280,3 @@ def _nulls(dtype: np.dtype[Any], count: int) -> Records:
         elif kind.names == ("ndim", "sizes"):
             rows[name]["ndim"], rows[name]["sizes"][:, 0] = 1, 4096
     return rows
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")

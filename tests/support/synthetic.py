@@ -40,8 +40,8 @@ def build_run(
     """
     started = {"world_size": world_size, "schema_version": SCHEMA_VERSION, "token": f"{attempt}"}
     if not (path / layout.RUN_FILE).exists():
-        _write_json(path / layout.RUN_FILE, started)
-    _write_json(layout.attempt_file(path, attempt), started)
+        write_json(path / layout.RUN_FILE, started)
+    write_json(layout.attempt_file(path, attempt), started)
     by_table = rows or {}
     for rank in range(world_size):
         if rank in absent:
@@ -57,29 +57,36 @@ def build_run(
                 first_record += len(of_rank)
         steps = [row.get("step", 0) for of_rank in mine.values() for row in of_rank]
         facts = {
-            "rank": rank,
-            "attempt": attempt,
-            "world_size": world_size,
-            "local_rank": rank,
-            "host": "host0",
-            "pid": 1000 + rank,
-            "device": "cpu",
-            "versions": {"gradtrace": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
-            "settings": {"detail": "nodes", "summary": "full", "ranks": []},
-            "environment": {"num_threads": 1},
-            "command": ["train.py"],
+            **facts_of(rank, world_size, attempt),
             "complete": rank not in unclosed,
             "last_step": max(steps, default=None),
             "recorded": {name: len(of_rank) for name, of_rank in mine.items()},
-            "dropped": {},
-            "unsummarised": {},
-            "problems": [],
-            "wall_start_ns": 1_700_000_000_000_000_000,
-            "wall_end_ns": 1_700_000_001_000_000_000,
-            "monotonic_start_ns": 5_000_000_000,
         }
-        _write_json(layout.rank_file(path, rank, attempt), {**facts, **(rank_facts or {})})
+        write_json(layout.rank_file(path, rank, attempt), {**facts, **(rank_facts or {})})
     return path
+
+
+def facts_of(rank: int, world_size: int, attempt: int = 0) -> dict[str, Any]:
+    """What a rank says of itself, but for what it recorded."""
+    return {
+        "rank": rank,
+        "attempt": attempt,
+        "world_size": world_size,
+        "local_rank": rank,
+        "host": "host0",
+        "pid": 1000 + rank,
+        "device": "cpu",
+        "versions": {"gradtrace": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
+        "settings": {"detail": "nodes", "summary": "full", "ranks": []},
+        "environment": {"num_threads": 1},
+        "command": ["train.py"],
+        "dropped": {},
+        "unsummarised": {},
+        "problems": [],
+        "wall_start_ns": 1_700_000_000_000_000_000,
+        "wall_end_ns": 1_700_000_001_000_000_000,
+        "monotonic_start_ns": 5_000_000_000,
+    }
 
 
 def add_part(
@@ -157,6 +164,7 @@ def _require_columns(table: Table, rows: Sequence[Row]) -> None:
             raise KeyError(f"{table.name} has no column {sorted(unknown)}")
 
 
-def _write_json(path: Path, content: Row) -> None:
+def write_json(path: Path, content: Row) -> None:
+    """Write a file of the run, with its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
