@@ -25,6 +25,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+import psutil
+
 _IMPORTS = (
     "torch",
     "torch._dynamo",
@@ -70,8 +72,10 @@ class ForkedJobs:
             finally:
                 timer.cancel()
                 _kill_group(group)
-                # Every process of the job holds the other end for as long as it lives.
+                # Every process of the job holds the other end until it dies, and is seen a little longer.
                 reply.read()
+                while _is_seen(group):
+                    time.sleep(0.002)
         return int(said) if said else None
 
     def _begun(self) -> socket.socket:
@@ -97,6 +101,15 @@ FORKED_JOBS = ForkedJobs()
 def _kill_group(group: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
+
+
+def _is_seen(group: int) -> bool:
+    """Whether a process of the group is there that is no zombie."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def _serve() -> dict[str, Any]:
