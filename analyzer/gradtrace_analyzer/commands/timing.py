@@ -19,7 +19,7 @@ from gradtrace_analyzer.errors import IncompleteRun
 from gradtrace_analyzer.reports import stages as stage_report
 from gradtrace_analyzer.reports import timing as report
 from gradtrace_analyzer.reports.tables import Format, csv_lines, json_text
-from gradtrace_analyzer.run import Run
+from gradtrace_analyzer.run import Run, spans
 from gradtrace_analyzer.timing.buckets import bucket_answer
 from gradtrace_analyzer.timing.gantt import chart
 from gradtrace_analyzer.timing.slices import Steps, steps_of
@@ -108,9 +108,19 @@ def _stages(
 ) -> Iterator[str]:
     found = stage_answer(connection, steps)
     if found is None:
-        where = f" of steps {steps.text}" if steps.text else ""
+        recorded = [
+            step
+            for (step,) in connection.execute(
+                "SELECT DISTINCT step FROM stage_events WHERE stage_index IS NOT NULL"
+            ).fetchall()
+        ]
+        if steps.text and recorded:
+            raise IncompleteRun(
+                f"{run.path} holds no action of a pipeline stage of steps {steps.text}; it holds those of steps "
+                f"{spans(recorded)}"
+            )
         raise IncompleteRun(
-            f"{run.path} holds no action of a pipeline stage{where}; they come from torch.distributed.pipelining or "
+            f"{run.path} holds no action of a pipeline stage; they come from torch.distributed.pipelining or "
             "gradtrace_recorder.stage(...), recorded with GRADTRACE_DETAIL params or finer"
         )
     if format == "csv":
