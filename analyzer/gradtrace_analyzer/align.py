@@ -14,6 +14,7 @@ import duckdb
 from gradtrace_analyzer.differences import Change, Difference, changed_gradient, difference
 from gradtrace_analyzer.failures import Failure, one_sided_failures
 from gradtrace_analyzer.links import LINK_TABLES, LINKS, link_of
+from gradtrace_analyzer.occurrences import realign
 from gradtrace_analyzer.pairing import SEEN, STATISTICS, SUSPECTS, differing, digests_agree
 
 # Rows of one step that are looked at one by one. Far more than any origin needs.
@@ -47,6 +48,10 @@ class Alignment:
         connection.execute(SUSPECTS.format(equal=digests_agree()))
         for table in LINK_TABLES:
             connection.execute(differing(table, self._unread[table.table]))
+            # Where the code of a call was changed, its Nodes are not those of the same number.
+            if table.table == "node_events" and unmatched and realign(connection):
+                connection.execute("DROP TABLE differing_node_events")
+                connection.execute(differing(table, self._unread[table.table]))
         self._alone = {
             table.table: self._number(
                 f"SELECT count(*) FROM differing_{table.table} WHERE only_in = 'baseline'"
@@ -258,6 +263,21 @@ class Alignment:
         ).fetchone()
         return row
 
+    def first_changed(self, step: int) -> Difference | None:
+        """The first row of a step that changed code left on one side alone; None where it left none there."""
+        row = self._connection.execute(
+            "SELECT of_table, rank, step, place, only_in, module_fqn, node_name, phase, parameter_fqn "
+            "FROM changed_code WHERE step = ? ORDER BY rank, place LIMIT 1",
+            [step],
+        ).fetchone()
+        if row is None:
+            return None
+        table, rank, at, place, only_in, *names = row
+        key = dict(zip(("module_fqn", "node_name", "phase", "parameter_fqn"), names, strict=True))
+        point = {"gradients": "local", "parameters": "before"}.get(table)
+        key |= {"point": point} if point is not None else {}
+        return Difference(table, rank, at, float(place), only_in, key)
+
     def failures(self) -> list[Failure]:
         """Exceptions that left a backward pass on one side alone."""
         return one_sided_failures(self._connection)
@@ -308,22 +328,6 @@ class Alignment:
             found += [None] * (position - len(found))
             found.append(changed_gradient(values, is_equal, d))
         return (found if of_baseline == of_candidate else []), of_baseline, of_candidate
-
-    def lone_names(self) -> list[dict[str, str]]:
-        """Modules and parameters that one side alone has, over all common steps."""
-        found = []
-        for kind, table, column in (
-            ("module", "module_calls", "module_fqn"),
-            ("parameter", "parameters", "parameter_fqn"),
-        ):
-            for side, other in (("baseline", "candidate"), ("candidate", "baseline")):
-                rows = self._connection.execute(
-                    f"SELECT DISTINCT {column} FROM {side}.{table} SEMI JOIN common USING (rank, step) "
-                    f"EXCEPT SELECT DISTINCT {column} FROM {other}.{table} "
-                    f"SEMI JOIN common USING (rank, step) ORDER BY 1"
-                ).fetchall()
-                found += [{"kind": kind, "name": name, "only_in": side} for (name,) in rows]
-        return found
 
     def _number(self, query: str, parameters: Sequence[Any] = ()) -> Any:
         row = self._connection.execute(query, list(parameters)).fetchone()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import duckdb
 
 from gradtrace_analyzer.align import Alignment
-from gradtrace_analyzer.configuration import apart_in_configuration
+from gradtrace_analyzer.configuration import apart_in_configuration, changes_numbers
 from gradtrace_analyzer.cover import (
     Cover,
     all_steps,
@@ -32,12 +31,18 @@ from gradtrace_analyzer.diff import (
 )
 from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.endings import endings
+from gradtrace_analyzer.factors import likely_causes
 from gradtrace_analyzer.failures import Failure
+from gradtrace_analyzer.following import Split, split
+from gradtrace_analyzer.likely_renames import Naming, settle_names
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
+from gradtrace_analyzer.renames import Rename
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
 from gradtrace_analyzer.reports.failures import died_phrase
 from gradtrace_analyzer.run import Run, ranks_phrase
+from gradtrace_analyzer.skipped import skipped_batches
+from gradtrace_analyzer.structure import Lone, Structure, structure_of
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
 WITNESS_ROWS = 8
@@ -46,13 +51,22 @@ WITNESS_ROWS = 8
 _GIVEN = frozenset({"parameters", "rng", "inputs", "structure"})
 
 
-def compare(baseline: Run, candidate: Run, *, exact: bool = False) -> Answer:
-    """The answer of `analyzer diff`. With `exact` any changed bit is a difference."""
+def compare(
+    baseline: Run, candidate: Run, *, exact: bool = False, renames: Sequence[Rename] = ()
+) -> Answer:
+    """The answer of `analyzer diff`. With `exact` any changed bit is a difference.
+
+    `renames` take names of the baseline to those of the candidate. Raises BadRename for one that does not fit.
+    """
     runs = {"baseline": baseline, "candidate": candidate}
     ranks = sorted(set(baseline.ranks) & set(candidate.ranks))
     connection = connect_pair(baseline, candidate)
     try:
-        return _compared(connection, runs, ranks, exact)
+        naming = Naming()
+        if ranks:
+            may_guess = not asked_differently(runs)
+            naming = settle_names(connection, ranks[0], renames, may_guess=may_guess)
+        return _compared(connection, runs, ranks, exact, naming)
     finally:
         connection.close()
 
@@ -62,6 +76,7 @@ def _compared(
     runs: Mapping[str, Run],
     ranks: Sequence[int],
     exact: bool,
+    naming: Naming,
 ) -> Answer:
     unread = {side: lost_rows(connection, side, run) for side, run in runs.items()}
     alignment = Alignment(
@@ -76,9 +91,10 @@ def _compared(
     common = sorted({step for of_rank in steps["both"].values() for step in of_rank})
     configuration = apart_in_configuration(runs)
     failures = alignment.failures()
-    lone = [*_lone_ranks(cover)]
+    structure = Structure()
     if not asked_differently(runs):
-        lone += alignment.lone_names()
+        structure = structure_of(connection, failures)
+    lone = [*_lone_ranks(cover), *structure.lone]
 
     def answer(
         verdict: Verdict,
@@ -97,8 +113,16 @@ def _compared(
             cover=cover,
             configuration=tuple(configuration),
             structure=tuple(lone),
+            renames=naming.renames,
+            likely_renames=naming.likely,
+            causes=tuple(likely_causes(connection, runs, origins[0])) if origins else (),
             spread=tuple(alignment.spread()),
-            notes=(*notes, *_abandoned(alignment, origins), *_deaths(runs, origins)),
+            notes=(
+                *notes,
+                *_abandoned(alignment, origins),
+                *_deaths(runs, origins),
+                *(skipped_batches(connection) if origins else ()),
+            ),
             unseen=tuple(_unseen(runs, cover, origins[0], common) if origins else ()),
             first_bits=first_bits,
             failures=tuple(failures),
@@ -106,7 +130,7 @@ def _compared(
             first_nonfinite=_first_nonfinite(alignment, origins),
         )
 
-    nothing = _nothing_to_compare(runs, ranks, steps, alignment)
+    nothing = _nothing_to_compare(runs, ranks, steps, alignment) or naming.unrelated
     if nothing is not None:
         return answer("incomparable", nothing)
     step = alignment.first_step(exceeding=False)
@@ -117,33 +141,60 @@ def _compared(
         if not cover.is_whole:
             return answer("incomparable", lacking_words(cover))
         notes = _rng_notes(alignment, common) if cover.has_fingerprints else []
-        if any(entry["kind"] in ("module", "parameter") for entry in lone):
+        if structure.has_parameters:
             return answer("different", notes=notes)
-        return answer("identical", notes=notes)
+        return answer("within_tolerance" if structure.lone else "identical", notes=notes)
 
-    origins, inherited = _places(alignment, step, failures, exceeding=False)
-    reproducible = not configuration and _is_reproducible(alignment, common, step, origins)
-    if exact or reproducible or any(o.link in _GIVEN or o.difference.exceeds for o in origins):
+    def places(step: int, *, exceeding: bool) -> tuple[list[Origin], list[Origin]]:
+        return _places(alignment, step, failures, structure, common, exceeding=exceeding)
+
+    origins, inherited = places(step, exceeding=False)
+    reproducible = (
+        not changes_numbers(configuration)
+        and not structure.code
+        and _is_reproducible(alignment, common, step, origins)
+    )
+    given = any(o.link in _GIVEN or o.difference.exceeds for o in origins if not o.code)
+    if exact or reproducible or given or structure.has_parameters:
         return answer("different", origins=origins, inherited=inherited)
     step = alignment.first_step(exceeding=True)
     if step is None:
         return answer("within_tolerance", origins=origins, inherited=inherited)
     first_bits = origins[0]
-    origins, inherited = _places(alignment, step, failures, exceeding=True)
+    origins, inherited = places(step, exceeding=True)
     return answer("different", origins=origins, inherited=inherited, first_bits=first_bits)
 
 
 def _places(
-    alignment: Alignment, step: int, failures: Sequence[Failure], *, exceeding: bool
+    alignment: Alignment,
+    step: int,
+    failures: Sequence[Failure],
+    structure: Structure,
+    steps: Sequence[int],
+    *,
+    exceeding: bool,
 ) -> tuple[list[Origin], list[Origin]]:
+    """(origins, what inherits from them) of a step; where all follows from changed code, that is the origin."""
     differences = alignment.differences_at(step)
+    apart = Split(differences, [])
+    if structure.code:
+        apart = split(
+            differences,
+            structure,
+            alignment.rng_differs(step),
+            exceeding=exceeding,
+            is_proven=any(earlier < step for earlier in steps),
+        )
+    failed = {f.rank: f for f in reversed(failures) if f.step == step}
+    if apart.following and not apart.others and not failed:
+        return [_of_code(alignment, structure, apart.following, exceeding=exceeding)], []
+    differences = apart.others
     modules = {
         d.rank: alignment.module_fqns(step, d.rank, d.key["root"])
         for d in _module_calls(differences)
     }
     forwards = any(d.table in ("inputs", "module_calls") for d in differences)
     # Two passes of a step may fail, one after another: the first is the reason.
-    failed = {f.rank: f for f in reversed(failures) if f.step == step}
     origins, inherited = split_by_inheritance(
         firsts(
             differences,
@@ -155,6 +206,25 @@ def _places(
         )
     )
     return [_with_positions(alignment, o) for o in origins], inherited
+
+
+def _of_code(
+    alignment: Alignment, structure: Structure, following: Sequence[Difference], *, exceeding: bool
+) -> Origin:
+    """The origin that changed code is, with the first difference that follows from it."""
+    apart = [d for d in following if d.exceeds or not exceeding]
+    first = min(apart or following, key=lambda d: (d.step, d.rank, d.order))
+    code = structure.code
+    change = first.reads if first.reads is not None and first.reads.differs else first.writes
+    return Origin(
+        "structure",
+        alignment.first_changed(first.step) or first,
+        tuple(sorted({d.rank for d in apart or following})),
+        code[0].module_fqn,
+        change,
+        code=code,
+        follower=first,
+    )
 
 
 def _with_replays(connection: duckdb.DuckDBPyConnection, origin: Origin) -> Origin:
@@ -306,10 +376,10 @@ def _unseen(
     return found
 
 
-def _lone_ranks(cover: Cover) -> list[dict[str, Any]]:
+def _lone_ranks(cover: Cover) -> list[Lone]:
     other = {"baseline": "candidate", "candidate": "baseline"}
     return [
-        {"kind": "rank", "name": str(rank), "only_in": other[side]}
+        Lone(kind="rank", name=str(rank), only_in=other[side], ranks=(rank,))
         for side, missing in cover.missing_ranks.items()
         for rank in missing
     ]

@@ -33,3 +33,11 @@ class NoFlight(GradtraceError):
 
 class BadQuery(GradtraceError):
     """The SQL of a person is refused, or cannot be answered."""
+
+
+class BadRename(GradtraceError):
+    """A rename of modules that cannot be read, or fits nothing."""
+
+
+class BadGate(GradtraceError):
+    """A threshold of `--fail-on` that cannot be read."""

@@ -142,7 +142,19 @@ RANKS = Table(
         Column("versions", STRING, "Versions of Python, torch, gradtrace, as JSON."),
         Column("settings", STRING, "The recorder's settings, as JSON."),
         Column("environment", STRING, "Variables and switches that change numbers, as JSON."),
-        Column("command", STRING, "Command line, as a JSON list."),
+        Column(
+            "command", STRING, "Command line, as a JSON list; what sounds like a secret is masked."
+        ),
+        since(
+            4,
+            Column(
+                "git_commit",
+                STRING,
+                "The commit that was checked out around the job's script, null where there is none. Whether files "
+                "were changed since is not known.",
+                nullable=True,
+            ),
+        ),
         Column("complete", BOOL, "Whether the recording was closed by the rank itself."),
         Column("last_step", INT32, "Last step that it recorded anything of.", True),
         Column("recorded", STRING, "Rows recorded, by table, as JSON."),
