@@ -21,6 +21,17 @@ from gradtrace_analyzer.pairing import SEEN, STATISTICS, SUSPECTS, differing, di
 MOST_DIFFERENCES = 200_000
 
 
+# What a row is of, in a few words.
+_PLACE = {
+    "parameters": "key_parameter_fqn",
+    "inputs": "key_name",
+    "module_calls": "key_module_fqn",
+    "node_events": "coalesce(key_module_fqn, 'code outside any module') || ' (' || key_node_name || ')'",
+    "buckets": "'the bucket of ' || key_parameter_fqns[1]",
+    "gradients": "key_parameter_fqn",
+}
+
+
 class Alignment:
     """The pairs of two runs on one connection, which must hold the schemas `baseline` and `candidate`."""
 
@@ -164,13 +175,15 @@ class Alignment:
         return count
 
     def spread(self) -> list[dict[str, Any]]:
-        """For each rank and link: the first step that differs, how many rows do, the largest error. In the
-        order of ranks, steps and the chain."""
+        """For each rank and link: the first step that differs, and where; how many rows do, the largest error, how many
+        have none (NaN on one side, or no tensor). In the order of ranks, steps and the chain."""
         found = []
         for table in LINK_TABLES:
             point = "key_point" if "point" in table.key else "NULL"
             rows = self._connection.execute(
-                f"SELECT rank, {point}, min(step), count(*), max(error), bool_or(exceeds) "
+                f"SELECT rank, {point}, min(step), count(*), max(error), bool_or(exceeds), "
+                "count(*) FILTER (only_in IS NULL AND error IS NULL), "
+                f"arg_min({_PLACE.get(table.table, 'CAST(NULL AS VARCHAR)')}, (step, place)) "
                 f"FROM differing_{table.table} GROUP BY ALL"
             ).fetchall()
             found += [
@@ -180,9 +193,11 @@ class Alignment:
                     "first_step": first,
                     "row_count": count,
                     "largest_error": error,
+                    "unmeasured_count": unmeasured,
                     "beyond_tolerance": beyond,
+                    "place": place,
                 }
-                for rank, name, first, count, error, beyond in rows
+                for rank, name, first, count, error, beyond, unmeasured, place in rows
             ]
         return sorted(found, key=lambda e: (e["rank"], e["first_step"], LINKS.index(e["link"])))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -118,6 +119,7 @@ def _compared(
             causes=tuple(likely_causes(connection, runs, origins[0])) if origins else (),
             spread=tuple(alignment.spread()),
             notes=(
+                *_itself(runs),
                 *notes,
                 *_abandoned(alignment, origins),
                 *_deaths(runs, origins),
@@ -198,7 +200,8 @@ def _places(
     origins, inherited = split_by_inheritance(
         firsts(
             differences,
-            alignment.rng_to_blame(step),
+            # Parameters that one side alone has took random numbers: that the generators differ is no news.
+            () if structure.has_parameters else alignment.rng_to_blame(step),
             modules,
             exceeding=exceeding,
             failures=failed,
@@ -269,6 +272,13 @@ def _finite_apart(change: Change) -> bool:
     )
 
 
+def _itself(runs: Mapping[str, Run]) -> list[str]:
+    a, b = runs["baseline"], runs["candidate"]
+    if os.path.realpath(a.path) != os.path.realpath(b.path) or a.attempt != b.attempt:
+        return []
+    return ["Both sides are the same recording: it was compared with itself."]
+
+
 def _abandoned(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
     """That one side gave up a forward where the other went on, for what it alone has."""
     for origin in origins:
@@ -329,10 +339,16 @@ def _nothing_to_compare(
     if not ranks:
         return f"no rank was recorded on both sides: {held(a.ranks)} against {held(b.ranks)}"
     if not steps["both"]:
+        own = {side: all_steps(steps[side]) for side in runs}
+        empty = [side for side, of_side in own.items() if not of_side]
+        if empty:
+            return (
+                f"the {' and the '.join(empty)} {'holds' if len(empty) == 1 else 'hold'} no step yet: nothing was "
+                "recorded before the job ended, or it has only just begun"
+            )
         return (
-            "no step was recorded on both sides: "
-            f"{held(all_steps(steps['baseline']), 'step')} against "
-            f"{held(all_steps(steps['candidate']), 'step')}"
+            f"no step was recorded on both sides: {held(own['baseline'], 'step')} against "
+            f"{held(own['candidate'], 'step')} (GRADTRACE_STEP_OFFSET shifts a resumed job's; GRADTRACE_STEPS chooses)"
         )
     if not alignment.summarised():
         return (

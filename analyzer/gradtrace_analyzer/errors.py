@@ -39,5 +39,9 @@ class BadRename(GradtraceError):
     """A rename of modules that cannot be read, or fits nothing."""
 
 
+class CannotWrite(GradtraceError):
+    """A file that was asked for cannot be written."""
+
+
 class BadGate(GradtraceError):
     """A threshold of `--fail-on` that cannot be read."""

@@ -75,7 +75,8 @@ def _split_rank(
             if d.reads is not None and d.reads.is_apart(exceeding=exceeding):
                 follows = is_behind
             elif d.table == "module_calls":
-                follows = inside or draws
+                # Other random numbers make no constant factor.
+                follows = inside or (draws and (d.writes is None or d.writes.factor is None))
             elif module[1] is None:  # it has saved what the model gave
                 follows = inside or is_behind
             else:

@@ -119,6 +119,7 @@ def structure_of(
             f"WHERE c.of_table = '{table}' AND c.rank = d.rank AND c.step = d.step AND c.place = d.place "
             "AND c.only_in = d.only_in)"
         )
+    _forget_lone_in_groups(connection)
     _excuse_inside(connection)
     return Structure(
         lone=(*found, *rest, *_happened(connection)),
@@ -294,6 +295,20 @@ def _mark_code(
         rows = [(failure.rank, failure.step) for failure in failures]
         connection.executemany("INSERT INTO failed VALUES (?, ?)", rows)
     connection.execute(_CHANGED, {"mostly": _MOSTLY})
+
+
+def _forget_lone_in_groups(connection: duckdb.DuckDBPyConnection) -> None:
+    """That an optimizer holds the parameters which one side alone has is no setting of its own."""
+    known = "[x FOR x IN value_{side}_parameter_fqns IF NOT list_contains(names, x)]"
+    b, c = known.format(side="b"), known.format(side="c")
+    connection.execute(
+        "DELETE FROM differing_optimizer_groups WHERE only_in IS NULL AND (rank, step, place) IN (SELECT "
+        "(rank, step, place) FROM differing_optimizer_groups, (SELECT coalesce(list(name), []) AS names FROM lone_name "
+        f"WHERE kind = 'parameter') WHERE {b} = {c} AND value_b_parameter_fqns <> value_c_parameter_fqns "
+        "AND value_b_optimizer_class IS NOT DISTINCT FROM value_c_optimizer_class "
+        "AND value_b_learning_rate IS NOT DISTINCT FROM value_c_learning_rate "
+        "AND value_b_hyperparameters IS NOT DISTINCT FROM value_c_hyperparameters)"
+    )
 
 
 def _excuse_inside(connection: duckdb.DuckDBPyConnection) -> None:
