@@ -1,4 +1,4 @@
-"""Runs of changed code: the comparison goes on around the change, and what follows from it is told from what does not."""
+"""Runs of changed code: the comparison goes on around it, and what follows from it is told from what does not."""
 
 from __future__ import annotations
 

@@ -57,10 +57,13 @@ def explanation(answer: Answer) -> str:
         how = "bit for bit" if cover.has_fingerprints else "in norms, sums and counts"
         return f"Identical, {how}, in all that both recorded: {_extent(cover)}.{_lacking(cover)}"
     if answer.verdict == "within_tolerance" and not answer.origins:
-        other = any(e.is_code for e in answer.structure)
+        alone = list(structure_lines(answer.structure))
+        other = " by other code" if alone else ", compiled" if answer.structure else ""
+        more = f" (and {len(alone) - 1} more)" if len(alone) > 1 else ""
         return (
-            f"The same numbers{' by other code' if other else ''}: all values that pair are identical, "
-            f"{'bit for bit, ' if cover.has_fingerprints else ''}and {_first_alone(answer)}.{_lacking(cover)}"
+            f"The same numbers{other}: all values that pair are identical"
+            f"{', bit for bit' if cover.has_fingerprints else ''}"
+            f"{f', and {alone[0]}{more}' if alone else ''}.{_lacking(cover)}"
         )
     if answer.verdict == "within_tolerance":
         origin = answer.origins[0]
@@ -120,11 +123,6 @@ def lines(answer: Answer, names: tuple[str, str]) -> Iterator[str]:
     yield ""
     yield f"Compared: {_compared(answer.cover)}"
     yield from _caveats(answer.cover)
-
-
-def _first_alone(answer: Answer) -> str:
-    said = list(structure_lines(answer.structure))
-    return said[0] + (f" (and {len(said) - 1} more)" if len(said) > 1 else "")
 
 
 def as_object(answer: Answer) -> dict[str, Any]:

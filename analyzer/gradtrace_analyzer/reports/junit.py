@@ -25,7 +25,8 @@ def junit_xml(
     }
     attributes = {name: str(count) for name, count in counts.items()}
     suite = ElementTree.Element(
-        "testsuite", {"name": f"analyzer diff {names[0]} {names[1]}", **attributes, "time": "0"}
+        "testsuite",
+        {"name": _clean(f"analyzer diff {names[0]} {names[1]}"), **attributes, "time": "0"},
     )
     suite.extend(cases)
     said = ElementTree.SubElement(suite, "system-out")

@@ -24,7 +24,7 @@ def structure_lines(structure: Sequence[Lone]) -> Iterator[str]:
 
 def code_phrase(code: Sequence[Lone]) -> str:
     """Changed code in a few words: `blocks.2 (Block: 7 modules) is in the candidate alone (and 1 more change)`."""
-    said = [*_modules(code), *_code_inside(code)]
+    said = [*_modules(code), *_code_inside(code)] or ["a part of it is compiled on one side"]
     more = len(said) - 1
     plural = "" if more == 1 else "s"
     return said[0] + (f" (and {more} more change{plural} of the code)" if more else "")
@@ -66,14 +66,17 @@ def compiled_lines(structure: Sequence[Lone]) -> Iterator[str]:
         if inside:
             other = SIDES[1 - SIDES.index(side)]
             modules = sum(max(e.holds.get("modules", 1), 1) for e in inside if e.kind == "module")
-            nodes = sum(e.count or 0 for e in inside if e.kind == "node")
-            counted = [f"{modules:,} modules"] * (modules > 0) + [f"{nodes:,} runs of Nodes"] * (
-                nodes > 0
-            )
+            own = [
+                e for e in inside if e.kind == "node" and not e.name.startswith("CompiledFunction")
+            ]
+            nodes = sum(e.count or 0 for e in own)
+            plural = "" if modules == 1 else "s"
+            counted = [f"the calls of {modules:,} module{plural}"] * (modules > 0)
+            counted += [f"{nodes:,} runs of Nodes"] * (nodes > 0)
             if counted:
                 yield (
-                    f"Compiled on the side of the {other}: what the {side} ran as {' and '.join(counted)} is one "
-                    "Node there, and was not compared."
+                    f"The {other} is compiled: {' and '.join(counted)} that the {side} recorded are inside compiled "
+                    "code there, and were not compared."
                 )
 
 
