@@ -180,11 +180,14 @@ class Alignment:
         found = []
         for table in LINK_TABLES:
             point = "key_point" if "point" in table.key else "NULL"
+            where = _PLACE.get(table.table, "CAST(NULL AS VARCHAR)")
             rows = self._connection.execute(
-                f"SELECT rank, {point}, min(step), count(*), max(error), bool_or(exceeds), "
-                "count(*) FILTER (only_in IS NULL AND error IS NULL), "
-                f"arg_min({_PLACE.get(table.table, 'CAST(NULL AS VARCHAR)')}, (step, place)) "
-                f"FROM differing_{table.table} GROUP BY ALL"
+                f"WITH g AS (SELECT rank, {point} AS point, min(step) AS step, count(*) AS n, max(error) AS error, "
+                "bool_or(exceeds) AS beyond, count(*) FILTER (only_in IS NULL AND error IS NULL) AS unmeasured "
+                f"FROM differing_{table.table} GROUP BY ALL) "
+                "SELECT g.rank, g.point, g.step, any_value(n), any_value(g.error), any_value(beyond), "
+                f"any_value(unmeasured), arg_min({where}, place) FROM g JOIN differing_{table.table} d "
+                f"ON d.rank = g.rank AND d.step = g.step AND {point} IS NOT DISTINCT FROM g.point GROUP BY ALL"
             ).fetchall()
             found += [
                 {

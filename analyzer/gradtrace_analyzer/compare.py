@@ -34,7 +34,7 @@ from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.factors import likely_causes
 from gradtrace_analyzer.failures import Failure
-from gradtrace_analyzer.following import Split, split
+from gradtrace_analyzer.following import Split, origin_of_code, split
 from gradtrace_analyzer.likely_renames import Naming, settle_names
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.renames import Rename
@@ -66,7 +66,7 @@ def compare(
         naming = Naming()
         if ranks:
             may_guess = not asked_differently(runs)
-            naming = settle_names(connection, ranks[0], renames, may_guess=may_guess)
+            naming = settle_names(connection, ranks, renames, may_guess=may_guess)
         return _compared(connection, runs, ranks, exact, naming)
     finally:
         connection.close()
@@ -189,7 +189,8 @@ def _places(
         )
     failed = {f.rank: f for f in reversed(failures) if f.step == step}
     if apart.following and not apart.others and not failed:
-        return [_of_code(alignment, structure, apart.following, exceeding=exceeding)], []
+        changed = alignment.first_changed(step)
+        return [origin_of_code(structure, apart.following, changed, exceeding=exceeding)], []
     differences = apart.others
     modules = {
         d.rank: alignment.module_fqns(step, d.rank, d.key["root"])
@@ -209,25 +210,6 @@ def _places(
         )
     )
     return [_with_positions(alignment, o) for o in origins], inherited
-
-
-def _of_code(
-    alignment: Alignment, structure: Structure, following: Sequence[Difference], *, exceeding: bool
-) -> Origin:
-    """The origin that changed code is, with the first difference that follows from it."""
-    apart = [d for d in following if d.exceeds or not exceeding]
-    first = min(apart or following, key=lambda d: (d.step, d.rank, d.order))
-    code = structure.code
-    change = first.reads if first.reads is not None and first.reads.differs else first.writes
-    return Origin(
-        "structure",
-        alignment.first_changed(first.step) or first,
-        tuple(sorted({d.rank for d in apart or following})),
-        code[0].module_fqn,
-        change,
-        code=code,
-        follower=first,
-    )
 
 
 def _with_replays(connection: duckdb.DuckDBPyConnection, origin: Origin) -> Origin:

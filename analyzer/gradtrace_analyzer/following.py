@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from gradtrace_analyzer.diff import Origin
 from gradtrace_analyzer.differences import Difference
 from gradtrace_analyzer.structure import Structure
 
@@ -46,6 +47,30 @@ def split(
             spreads=spreads,
         )
     return found
+
+
+def origin_of_code(
+    structure: Structure,
+    following: Sequence[Difference],
+    changed: Difference | None,
+    *,
+    exceeding: bool,
+) -> Origin:
+    """The origin that changed code is, with the first difference that follows from it.
+
+    `changed` is the first row that it left on one side alone in that step, where it left one.
+    """
+    apart = [d for d in following if d.exceeds or not exceeding] or following
+    first = min(apart, key=lambda d: (d.step, d.rank, d.order))
+    return Origin(
+        "structure",
+        changed or first,
+        tuple(sorted({d.rank for d in apart})),
+        structure.code[0].module_fqn,
+        first.reads if first.reads is not None and first.reads.differs else first.writes,
+        code=structure.code,
+        follower=first,
+    )
 
 
 def _split_rank(

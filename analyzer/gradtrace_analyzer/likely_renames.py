@@ -19,6 +19,7 @@ from gradtrace_analyzer.renames import Rename, apply_renames, renamed
 _ALIKE = 0.6
 _MOST_TOPS = 400
 _ROUNDS = 3
+_MOST_RANKS = 8
 # Models of which a smaller share of names agrees are strangers; two or three names say nothing.
 _UNRELATED = 0.1
 _FEW = 4
@@ -72,20 +73,27 @@ class _Subtree:
         )
 
 
-def names_of(connection: duckdb.DuckDBPyConnection, side: str, rank: int) -> list[Name]:
-    """The modules and parameters of a rank's first recorded step, in the order in which they came."""
+def names_of(connection: duckdb.DuckDBPyConnection, side: str, ranks: Sequence[int]) -> list[Name]:
+    """The modules and parameters of the first recorded step of these ranks, in the order in which they came.
+
+    Of many ranks a few are asked, the first and the last of them: the stages of a pipeline hold other modules.
+    """
+    some = sorted({ranks[n * (len(ranks) - 1) // (_MOST_RANKS - 1)] for n in range(_MOST_RANKS)})
+    among = f"rank IN ({', '.join(map(str, some))})"
+
+    def first(table: str) -> str:
+        return f"{among} AND step = (SELECT min(step) FROM {side}.{table} WHERE {among})"
+
     modules = connection.execute(
-        f"SELECT module_fqn, any_value(module_class), min(start_ns) FROM {side}.module_calls WHERE rank = $rank "
-        f"AND step = (SELECT min(step) FROM {side}.module_calls WHERE rank = $rank) GROUP BY 1 ORDER BY 3, 1",
-        {"rank": rank},
+        f"SELECT module_fqn, any_value(module_class), min(rank), arg_min(start_ns, rank) FROM {side}.module_calls "
+        f"WHERE {first('module_calls')} GROUP BY 1 ORDER BY 3, 4, 1"
     ).fetchall()
     parameters = connection.execute(
-        f"SELECT parameter_fqn, kind || shape::VARCHAR, fingerprint, abs_max FROM {side}.parameters "
-        f"WHERE rank = $rank AND step = (SELECT min(step) FROM {side}.parameters WHERE rank = $rank) "
-        "AND point = 'before' ORDER BY record_index",
-        {"rank": rank},
+        "SELECT parameter_fqn, any_value(kind || coalesce(shape::VARCHAR, '')), arg_min(fingerprint, rank), "
+        f"arg_min(abs_max, rank), min(rank), arg_min(record_index, rank) FROM {side}.parameters "
+        f"WHERE {first('parameters')} AND point = 'before' GROUP BY 1 ORDER BY 5, 6, 1"
     ).fetchall()
-    found = [Name(fqn, of_class, place) for place, (fqn, of_class, _) in enumerate(modules) if fqn]
+    found = [Name(fqn, of_class, place) for place, (fqn, of_class, *_) in enumerate(modules) if fqn]
     is_drawn = {
         fingerprint
         for fingerprint, rows in groupby(sorted(p[2] for p in parameters if p[2] is not None))
@@ -95,7 +103,7 @@ def names_of(connection: duckdb.DuckDBPyConnection, side: str, rank: int) -> lis
         Name(
             fqn, what, place, True, bits if bits in is_drawn and largest not in (0.0, 1.0) else None
         )
-        for place, (fqn, what, bits, largest) in enumerate(parameters)
+        for place, (fqn, what, bits, largest, *_) in enumerate(parameters)
     ]
 
 
@@ -236,7 +244,7 @@ class Naming:
 
 def settle_names(
     connection: duckdb.DuckDBPyConnection,
-    rank: int,
+    ranks: Sequence[int],
     given: Sequence[Rename],
     *,
     may_guess: bool,
@@ -245,7 +253,7 @@ def settle_names(
 
     Raises BadRename for one of a person that does not fit.
     """
-    own = [names_of(connection, side, rank) for side in ("baseline", "candidate")]
+    own = [names_of(connection, side, ranks) for side in ("baseline", "candidate")]
     baseline, candidate = applied(own[0], given), own[1]
     rounds: list[Sequence[Rename]] = [given]
     proposed: list[Rename] = []

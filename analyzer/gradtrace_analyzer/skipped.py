@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import duckdb
 
+from gradtrace_analyzer.run import ranks_phrase
+
 # How many batches a rank may run ahead or behind and still be recognised.
 _FARTHEST = 3
-# So many batches that are the other side's shifted ones are no coincidence: bits do not repeat by chance.
-_ENOUGH = 1
+_MOST_RANKS = 64
 
 
 def skipped_batches(connection: duckdb.DuckDBPyConnection) -> list[str]:
@@ -27,30 +29,29 @@ def _shifted_inputs(connection: duckdb.DuckDBPyConnection) -> Iterator[str]:
             for side in ("baseline", "candidate")
         )
     )
-    apart = dict(
-        connection.execute(
-            "SELECT b.rank, min(b.step) FROM fed b JOIN fed c USING (rank, step) WHERE b.side = 'baseline' "
-            "AND c.side = 'candidate' AND b.bits <> c.bits GROUP BY b.rank"
-        ).fetchall()
-    )
-    for rank, first in sorted(apart.items()):
-        for by in range(1, _FARTHEST + 1):
-            for side, other in (("candidate", "baseline"), ("baseline", "candidate")):
-                row = connection.execute(
-                    "SELECT count(*) FILTER (a.bits = b.bits), count(*) FROM fed a JOIN fed b ON a.rank = b.rank "
-                    "AND b.step = a.step + ? WHERE a.side = ? AND b.side = ? AND a.rank = ? AND a.step >= ?",
-                    [by, side, other, rank, first],
-                ).fetchone()
-                if row is not None and row[1] >= _ENOUGH and row[0] == row[1]:
-                    batches = "a batch" if by == 1 else f"{by} batches"
-                    yield (
-                        f"Rank {rank} of the {side} reads from step {first} on what the {other} reads "
-                        f"{by} {'step' if by == 1 else 'steps'} later: it left out {batches} there."
-                    )
-                    break
-            else:
-                continue
-            break
+    apart = connection.execute(
+        "SELECT b.rank, min(b.step) FROM fed b JOIN fed c USING (rank, step) WHERE b.side = 'baseline' "
+        "AND c.side = 'candidate' AND b.bits <> c.bits GROUP BY b.rank ORDER BY b.rank LIMIT ?",
+        [_MOST_RANKS],
+    ).fetchall()
+    alike: dict[tuple[str, int, int], list[int]] = {}
+    for rank, first in apart:
+        for by, side in product(range(1, _FARTHEST + 1), ("candidate", "baseline")):
+            row = connection.execute(
+                "SELECT count(*) FILTER (a.bits = b.bits), count(*) FROM fed a JOIN fed b ON a.rank = b.rank "
+                "AND b.step = a.step + ? AND a.side <> b.side WHERE a.side = ? AND a.rank = ? AND a.step >= ?",
+                [by, side, rank, first],
+            ).fetchone()
+            if row is not None and row[1] and row[0] == row[1]:
+                alike.setdefault((side, first, by), []).append(rank)
+                break
+    for (side, first, by), ranks in alike.items():
+        other = "baseline" if side == "candidate" else "candidate"
+        yield (
+            f"{ranks_phrase(ranks).capitalize()} of the {side} {'reads' if len(ranks) == 1 else 'read'} from step "
+            f"{first} on what the {other} reads {by} {'step' if by == 1 else 'steps'} later: "
+            f"{'it' if len(ranks) == 1 else 'they'} left out {'a batch' if by == 1 else f'{by} batches'} there."
+        )
 
 
 def _shifted_collectives(connection: duckdb.DuckDBPyConnection) -> Iterator[str]:

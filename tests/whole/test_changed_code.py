@@ -259,7 +259,7 @@ def test_layer_that_draws_before_others_is_named_for_their_first_values(tmp_path
     for extra in (False, True):
         torch.manual_seed(0)
         made.append(job(tmp_path / str(extra), Shifted(extra)))
-    answer = diff(*made)
+    answer = diff(made[0], made[1])
     assert answer["first_divergence"]["link"] == "structure"
     said = answer["explanation"]
     assert "extra (Linear: 1 module, 2 parameters) is in the candidate alone" in said
