@@ -89,13 +89,15 @@ def _split_rank(
     for d in own:
         is_behind = is_after or (spreads and place is not None and d.order > place)
         module = (d.key.get("root"), d.key.get("module_fqn"))
-        if exceeding and not d.exceeds and d.table != "parameters":
+        if d.only_in is not None:  # what is no changed code: it happened
+            follows = False
+        elif exceeding and not d.exceeds and d.table != "parameters":
             follows = True  # it is no difference here
         elif d.table == "parameters" and d.key.get("point") == "before":
             follows = structure.has_parameters
         elif d.table == "optimizer_groups":
             follows = set(d.values) == {"parameter_fqns"} and structure.has_parameters
-        elif d.table in ("module_calls", "node_events") and d.only_in is None:
+        elif d.table in ("module_calls", "node_events"):
             inside = spreads and place is not None and module[1] in structure.touched
             if d.reads is not None and d.reads.is_apart(exceeding=exceeding):
                 follows = is_behind

@@ -145,9 +145,9 @@ RANKS = Table(
             "environment",
             STRING,
             "What changes numbers, as it stood at the rank's first event, as JSON: torch's switches (threads, default "
-            "dtype, determinism, TF32, cuDNN, attention, autocast), and the variables PYTHONHASHSEED, ATEN_*, CUBLAS_*, "
-            "CUBLASLT_*, CUDA_*, CUDNN_*, DNNL_*, GLOO_*, HSA_*, KMP_*, MIOPEN_*, MKL_*, NCCL_*, NVIDIA_*, OMP_*, "
-            "ONEDNN_*, OPENBLAS_*, PYTORCH_*, RCCL_*, ROCBLAS_*, TORCHDYNAMO_*, TORCHINDUCTOR_*, TORCH_*, "
+            "dtype, determinism, TF32, cuDNN, attention, autocast), and the variables PYTHONHASHSEED, ATEN_*, "
+            "CUBLAS_*, CUBLASLT_*, CUDA_*, CUDNN_*, DNNL_*, GLOO_*, HSA_*, KMP_*, MIOPEN_*, MKL_*, NCCL_*, NVIDIA_*, "
+            "OMP_*, ONEDNN_*, OPENBLAS_*, PYTORCH_*, RCCL_*, ROCBLAS_*, TORCHDYNAMO_*, TORCHINDUCTOR_*, TORCH_*, "
             "TRITON_*, XLA_*, but for places, names of machines, logs, and what sounds like a secret.",
         ),
         Column(
