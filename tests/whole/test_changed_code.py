@@ -105,7 +105,7 @@ def wrong_output(step: int, net: Any) -> None:
     getattr(net, net.name)[0].gain = 1.01
 
 
-def job(directory: Path, net: Any, fault: Fault = nothing, top: nn.Module | None = None) -> Path:
+def job(directory: Path, net: Any, fault: Fault = nothing, top: Any = None) -> Path:
     optimizer = torch.optim.AdamW((top or net).parameters(), lr=1e-2)
     draw = torch.Generator().manual_seed(1)
     with recording(directory):
@@ -264,3 +264,22 @@ def test_layer_that_draws_before_others_is_named_for_their_first_values(tmp_path
     said = answer["explanation"]
     assert "extra (Linear: 1 module, 2 parameters) is in the candidate alone" in said
     assert "drawn after another number of random values" in said
+
+
+@pytest.mark.slow
+def test_what_ran_inside_compiled_code_is_said_and_is_no_difference(
+    runs: Runs, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    compiled = job(tmp_path / "compiled", net, top=torch.compile(net, backend="aot_eager"))
+    for pair, side, other in (
+        ((runs(), compiled), "candidate", "baseline"),
+        ((compiled, runs()), "baseline", "candidate"),
+    ):
+        answer = diff(*pair)
+        assert answer["verdict"] == "within_tolerance", answer["explanation"]
+        assert (
+            f"The {side} is compiled: the calls of 8 modules that the {other} recorded are inside"
+            in answer["explanation"]
+        )
