@@ -106,13 +106,14 @@ def wrong_output(step: int, net: Any) -> None:
 
 
 def job(directory: Path, net: Any, fault: Fault = nothing, top: Any = None) -> Path:
-    optimizer = torch.optim.AdamW((top or net).parameters(), lr=1e-2)
+    top = net if top is None else top
+    optimizer = torch.optim.AdamW(top.parameters(), lr=1e-2)
     draw = torch.Generator().manual_seed(1)
     with recording(directory):
         for step in range(4):
             fault(step, net)
             optimizer.zero_grad()
-            (top or net)(torch.randn(5, 6, generator=draw)).square().mean().backward()
+            top(torch.randn(5, 6, generator=draw)).square().mean().backward()
             optimizer.step()
     return directory
 
