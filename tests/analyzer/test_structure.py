@@ -28,7 +28,13 @@ def node(place: dict[str, Any], index: int, name: str, occurrence: int, value: f
     }
 
 
-def run(path: Path, extra: Iterable[tuple[int, int]] = (), *, first: bool = False) -> Path:
+def run(
+    path: Path,
+    extra: Iterable[tuple[int, int]] = (),
+    *,
+    first: bool = False,
+    passes: Iterable[tuple[int, int]] = (),
+) -> Path:
     """Two Nodes of module `m`; a `MulBackward0` besides in the given (rank, step), made before the other or after."""
     places = set(extra)
     calls, nodes = [], []
@@ -49,7 +55,12 @@ def run(path: Path, extra: Iterable[tuple[int, int]] = (), *, first: bool = Fals
                 is_mul = kind == "MulBackward0"
                 count -= is_mul
                 nodes.append(node(place, index, kind, count if is_mul else 0, value))
-    return build_run(path, {"module_calls": calls, "node_events": nodes}, world_size=2)
+    kind = {"backward_index": 1, "kind": "backward", "node_count": 0, "unattributed_count": 0}
+    ran = [
+        {"rank": rank, "step": step, **kind, "start_ns": 9, "end_ns": 9} for rank, step in passes
+    ]
+    rows = {"module_calls": calls, "node_events": nodes, "backward_passes": ran}
+    return build_run(path, rows, world_size=2)
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -91,3 +102,15 @@ def test_gate_of_any_difference_lets_other_code_for_the_same_numbers_pass(tmp_pa
     assert told("diff", "--fail-on", "structure>=0", a, b)[0] == 1
     happened = run(tmp_path / "c", {(1, 1)})
     assert told("diff", "--fail-on", "any>=0", a, happened)[0] == 1
+
+
+def test_pass_of_one_side_is_found_beside_changed_code(tmp_path: Path) -> None:
+    a, b = run(tmp_path / "a"), run(tmp_path / "b", EVERYWHERE, passes={(1, 1)})
+    _, answer = asked("diff", "--format", "json", a, b)
+    assert answer["explanation"].startswith(
+        "Step 1, rank 1: backward pass 1 is in the candidate alone"
+    )
+    assert [(e["kind"], e["is_code"]) for e in answer["structure"]] == [
+        ("node", True),
+        ("pass", False),
+    ]

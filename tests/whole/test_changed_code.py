@@ -268,6 +268,7 @@ def test_layer_that_draws_before_others_is_named_for_their_first_values(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of dynamo, which makes a Function
 def test_what_ran_inside_compiled_code_is_said_and_is_no_difference(
     runs: Runs, tmp_path: Path
 ) -> None:
