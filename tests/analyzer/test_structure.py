@@ -55,9 +55,9 @@ def run(
                 is_mul = kind == "MulBackward0"
                 count -= is_mul
                 nodes.append(node(place, index, kind, count if is_mul else 0, value))
-    kind = {"backward_index": 1, "kind": "backward", "node_count": 0, "unattributed_count": 0}
+    of_pass = {"backward_index": 1, "kind": "backward", "node_count": 0, "unattributed_count": 0}
     ran = [
-        {"rank": rank, "step": step, **kind, "start_ns": 9, "end_ns": 9} for rank, step in passes
+        {"rank": rank, "step": step, **of_pass, "start_ns": 9, "end_ns": 9} for rank, step in passes
     ]
     rows = {"module_calls": calls, "node_events": nodes, "backward_passes": ran}
     return build_run(path, rows, world_size=2)
