@@ -17,6 +17,8 @@ from gradtrace_analyzer.links import LINK_TABLES, LINKS
 from gradtrace_analyzer.opening import Opening, Reading, merged_spread
 from gradtrace_analyzer.pairing import SIDES, STATISTICS
 from gradtrace_analyzer.stage_edges import StageEdges, stage_edges
+from gradtrace_analyzer.structure import Parts, Structure, structure_of
+from gradtrace_analyzer.whereabouts import whereabouts_sql
 
 # Rows of one step that are looked at one by one. Where more differ, of each rank and table the first ones are, in
 # program order, and the first of those beyond tolerance and of those that read nothing that differs.
@@ -34,12 +36,14 @@ class Alignment:
         unread: Collection[tuple[str, int]] = (),
         *,
         unmatched: bool = True,
+        tells_structure: bool = True,
         torn_ends: Mapping[str, Mapping[int, int]] | None = None,
     ) -> None:
         """`unread` are the (table, rank) of which one side has lost rows: they are left out.
 
         Without `unmatched`, rows that one side alone has count for nothing: the sides were not asked for the
-        same. `torn_ends` are, by side, the ranks that did not end their recording, each with the last
+        same. With `tells_structure` what one side alone has is told, and changed code taken out of the differences.
+        `torn_ends` are, by side, the ranks that did not end their recording, each with the last
         step it reached: what is missing at its end is no difference.
         """
         self._connection = connection
@@ -52,7 +56,13 @@ class Alignment:
         self._alone: dict[tuple[str, int, int], int] = {}  # by table, rank and step
         self._unmatched = unmatched
         self._torn_ends = torn_ends or {}
-        self._opening = Opening(connection, reading, ranks, self._unread, self._clean)
+        self._parts = Parts(connection)
+        self._failures: list[Failure] | None = None
+        self._tells_structure = tells_structure
+        self.structure = Structure()
+        self._opening = Opening(
+            connection, reading, ranks, self._unread, self._clean, realigns=unmatched
+        )
 
     def _clean(self) -> None:
         """Take out of the `differing_` tables what is no difference."""
@@ -88,6 +98,13 @@ class Alignment:
                         f"DELETE FROM {name} WHERE only_in = ? AND rank = ? AND step = ?",
                         [other[side], rank, step],
                     )
+        if self._tells_structure:
+            self.structure = structure_of(connection, self._parts, self.failures())
+
+    @property
+    def counted_steps(self) -> int:
+        """How many of the steps that differ are not opened, but only counted."""
+        return len({t.step for t in self._opening.tallies})
 
     def steps(self) -> dict[str, dict[int, list[int]]]:
         """Each rank's steps by where they were seen: `both`, `baseline`, `candidate` alone."""
@@ -196,14 +213,20 @@ class Alignment:
         return count
 
     def spread(self) -> list[dict[str, Any]]:
-        """For each rank and link: the first step that differs, how many rows do, the largest error. In the
-        order of ranks, steps and the chain."""
+        """For each rank and link: the first step that differs, and where; how many rows do, the largest error, how many
+        have none (NaN on one side, or no tensor). In the order of ranks, steps and the chain."""
         rows: list[tuple[Any, ...]] = []
         for table in LINK_TABLES:
             point = "key_point" if "point" in table.key else "NULL"
+            where = whereabouts_sql(table.table)
             rows += self._connection.execute(
-                f"SELECT rank, '{table.table}', {point}, min(step), count(*), max(error), "
-                f"bool_or(exceeds) FROM differing_{table.table} GROUP BY ALL"
+                f"WITH g AS (SELECT rank, {point} AS point, min(step) AS step, count(*) AS n, max(error) AS error, "
+                "bool_or(exceeds) AS beyond, count(*) FILTER (only_in IS NULL AND error IS NULL) AS unmeasured "
+                f"FROM differing_{table.table} GROUP BY ALL) "
+                f"SELECT g.rank, '{table.table}', g.point, g.step, any_value(n), any_value(g.error), "
+                f"any_value(beyond), any_value(unmeasured), arg_min({where}, place) "
+                f"FROM g JOIN differing_{table.table} d ON d.rank = g.rank AND d.step = g.step "
+                f"AND {point} IS NOT DISTINCT FROM g.point GROUP BY ALL"
             ).fetchall()
         found = merged_spread(rows, self._opening.tallies)
         return sorted(found, key=lambda e: (e["rank"], e["first_step"], LINKS.index(e["link"])))
@@ -289,9 +312,26 @@ class Alignment:
         ).fetchone()
         return row
 
+    def first_changed(self, step: int) -> Difference | None:
+        """The first row of a step that changed code left on one side alone; None where it left none there."""
+        row = self._connection.execute(
+            "SELECT of_table, rank, step, place, only_in, module_fqn, node_name, phase, parameter_fqn "
+            "FROM changed_code WHERE step = ? ORDER BY rank, place LIMIT 1",
+            [step],
+        ).fetchone()
+        if row is None:
+            return None
+        table, rank, at, place, only_in, *names = row
+        key = dict(zip(("module_fqn", "node_name", "phase", "parameter_fqn"), names, strict=True))
+        point = {"gradients": "local", "parameters": "before"}.get(table)
+        key |= {"point": point} if point is not None else {}
+        return Difference(table, rank, at, float(place), only_in, key)
+
     def failures(self) -> list[Failure]:
         """Exceptions that left a backward pass on one side alone."""
-        return one_sided_failures(self._connection)
+        if self._failures is None:
+            self._failures = one_sided_failures(self._connection)
+        return self._failures
 
     def first_nonfinite(self) -> Difference | None:
         """The first pair, by step and program order, of which one side alone holds NaN or infinity."""
@@ -339,28 +379,6 @@ class Alignment:
             found += [None] * (position - len(found))
             found.append(changed_gradient(values, is_equal, d))
         return (found if of_baseline == of_candidate else []), of_baseline, of_candidate
-
-    def lone_names(self) -> list[dict[str, str]]:
-        """Modules and parameters that one side alone has, over all common steps."""
-        found = []
-        for kind, table, column in (
-            ("module", "module_calls", "module_fqn"),
-            ("parameter", "parameters", "parameter_fqn"),
-        ):
-            names = {
-                side: {
-                    name
-                    for (name,) in self._connection.execute(
-                        f"SELECT DISTINCT {column} FROM {side}.{table} "
-                        "SEMI JOIN common USING (rank, step)"
-                    ).fetchall()
-                }
-                for side in SIDES
-            }
-            for side, other in (SIDES, SIDES[::-1]):
-                lone = sorted(names[side] - names[other])
-                found += [{"kind": kind, "name": name, "only_in": side} for name in lone]
-        return found
 
     def _number(self, query: str, parameters: Sequence[Any] = ()) -> Any:
         row = self._connection.execute(query, list(parameters)).fetchone()

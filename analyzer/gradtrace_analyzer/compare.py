@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import duckdb
 
 from gradtrace_analyzer.align import Alignment
 from gradtrace_analyzer.by_stage import Stages, arrange, scheduled_otherwise
-from gradtrace_analyzer.configuration import apart_in_configuration
+from gradtrace_analyzer.configuration import apart_in_configuration, changes_numbers
 from gradtrace_analyzer.cover import (
     Cover,
     all_steps,
@@ -33,16 +34,22 @@ from gradtrace_analyzer.diff import (
 )
 from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.endings import endings
+from gradtrace_analyzer.factors import likely_causes
 from gradtrace_analyzer.failures import Failure
+from gradtrace_analyzer.following import Split, origin_of_code, split
 from gradtrace_analyzer.footers import row_counts, table_counts
+from gradtrace_analyzer.likely_renames import Naming, settle_names
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.opening import Reading
 from gradtrace_analyzer.pipelines import Place
 from gradtrace_analyzer.progress import progress
+from gradtrace_analyzer.renames import Rename
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
 from gradtrace_analyzer.reports.failures import died_phrase
 from gradtrace_analyzer.run import Run, ranks_phrase
+from gradtrace_analyzer.skipped import skipped_batches
+from gradtrace_analyzer.structure import Lone, Structure
 
 _Place = TypeVar("_Place", Origin, Origin | None)
 
@@ -53,13 +60,22 @@ WITNESS_ROWS = 8
 _GIVEN = frozenset({"parameters", "rng", "inputs", "structure"})
 
 
-def compare(baseline: Run, candidate: Run, *, exact: bool = False) -> Answer:
-    """The answer of `analyzer diff`. With `exact` any changed bit is a difference."""
+def compare(
+    baseline: Run, candidate: Run, *, exact: bool = False, renames: Sequence[Rename] = ()
+) -> Answer:
+    """The answer of `analyzer diff`. With `exact` any changed bit is a difference.
+
+    `renames` take names of the baseline to those of the candidate. Raises BadRename for one that does not fit.
+    """
     runs = {"baseline": baseline, "candidate": candidate}
     ranks = sorted(set(baseline.ranks) & set(candidate.ranks))
     connection = connect_pair(baseline, candidate)
     try:
-        return _compared(connection, runs, ranks, exact)
+        naming = Naming()
+        if ranks:
+            may_guess = not asked_differently(runs)
+            naming = settle_names(connection, ranks, renames, may_guess=may_guess)
+        return _compared(connection, runs, ranks, exact, naming)
     finally:
         connection.close()
 
@@ -69,6 +85,7 @@ def _compared(
     runs: Mapping[str, Run],
     ranks: Sequence[int],
     exact: bool,
+    naming: Naming,
 ) -> Answer:
     with progress("reading how many rows there are"):
         counts = {side: row_counts(connection, run) for side, run in runs.items()}
@@ -92,10 +109,11 @@ def _compared(
         }
     alignment = Alignment(
         connection,
-        Reading(runs, counts, are_arranged=stages is not None),
+        Reading(runs, counts, are_arranged=stages is not None, are_renamed=bool(naming.renames)),
         ranks,
         lost,
         unmatched=not asked_differently(runs) and not any(map(problems_of, runs.values())),
+        tells_structure=not asked_differently(runs),
         torn_ends=torn,
     )
     steps = alignment.steps()
@@ -103,9 +121,8 @@ def _compared(
     common = sorted({step for of_rank in steps["both"].values() for step in of_rank})
     configuration = apart_in_configuration(runs)
     failures = alignment.failures()
-    lone = [*_lone_ranks(cover)]
-    if not asked_differently(runs):
-        lone += alignment.lone_names()
+    structure = alignment.structure
+    lone = [*_lone_ranks(cover), *structure.lone]
 
     def answer(
         verdict: Verdict,
@@ -124,14 +141,20 @@ def _compared(
             cover=cover,
             configuration=tuple(configuration),
             structure=tuple(lone),
+            renames=naming.renames,
+            likely_renames=naming.likely,
+            causes=tuple(likely_causes(connection, runs, origins[0])) if origins else (),
             spread=tuple(
                 alignment.spread() if stages is None else stages.spread(alignment.spread())
             ),
             notes=(
+                *_itself(runs),
                 *notes,
+                *_counted(structure, alignment.counted_steps),
                 *([] if stages is None else [stages.note()]),
                 *_abandoned(alignment, origins),
                 *_deaths(runs, origins),
+                *(skipped_batches(connection) if origins and stages is None else ()),
             ),
             unseen=tuple(_unseen(runs, cover, origins[0], common) if origins else ()),
             first_bits=first_bits,
@@ -140,7 +163,7 @@ def _compared(
             first_nonfinite=_on_ranks(_first_nonfinite(alignment, origins), stages),
         )
 
-    nothing = _nothing_to_compare(runs, ranks, steps, alignment)
+    nothing = _nothing_to_compare(runs, ranks, steps, alignment) or naming.unrelated
     if nothing is not None:
         return answer("incomparable", nothing)
     step = alignment.first_step(exceeding=False)
@@ -151,19 +174,27 @@ def _compared(
         if not cover.is_whole:
             return answer("incomparable", lacking_words(cover))
         notes = _rng_notes(alignment, common) if cover.has_fingerprints else []
-        if any(entry["kind"] in ("module", "parameter") for entry in lone):
+        if structure.has_parameters:
             return answer("different", notes=notes)
-        return answer("identical", notes=notes)
+        return answer("within_tolerance" if structure.lone else "identical", notes=notes)
 
-    origins, inherited = _places(alignment, step, failures, exceeding=False)
-    reproducible = not configuration and _is_reproducible(alignment, common, step, origins)
-    if exact or reproducible or any(o.link in _GIVEN or o.difference.exceeds for o in origins):
+    def places(step: int, *, exceeding: bool) -> tuple[list[Origin], list[Origin]]:
+        return _places(alignment, step, failures, structure, common, exceeding=exceeding)
+
+    origins, inherited = places(step, exceeding=False)
+    reproducible = (
+        not changes_numbers(configuration)
+        and not structure.code
+        and _is_reproducible(alignment, common, step, origins)
+    )
+    given = any(o.link in _GIVEN or o.difference.exceeds for o in origins if not o.code)
+    if exact or reproducible or given or structure.has_parameters:
         return answer("different", origins=origins, inherited=inherited)
     step = alignment.first_step(exceeding=True)
     if step is None:
         return answer("within_tolerance", origins=origins, inherited=inherited)
     first_bits = origins[0]
-    origins, inherited = _places(alignment, step, failures, exceeding=True)
+    origins, inherited = places(step, exceeding=True)
     return answer("different", origins=origins, inherited=inherited, first_bits=first_bits)
 
 
@@ -185,19 +216,40 @@ def _on_ranks(origin: _Place, stages: Stages | None) -> _Place:
 
 
 def _places(
-    alignment: Alignment, step: int, failures: Sequence[Failure], *, exceeding: bool
+    alignment: Alignment,
+    step: int,
+    failures: Sequence[Failure],
+    structure: Structure,
+    steps: Sequence[int],
+    *,
+    exceeding: bool,
 ) -> tuple[list[Origin], list[Origin]]:
+    """(origins, what inherits from them) of a step; where all follows from changed code, that is the origin."""
     differences = alignment.differences_at(step)
+    apart = Split(differences, [])
+    if structure.code:
+        apart = split(
+            differences,
+            structure,
+            alignment.rng_differs(step),
+            exceeding=exceeding,
+            is_proven=any(earlier < step for earlier in steps),
+        )
+    failed = {f.rank: f for f in reversed(failures) if f.step == step}
+    if apart.following and not apart.others and not failed:
+        changed = alignment.first_changed(step)
+        return [origin_of_code(structure, apart.following, changed, exceeding=exceeding)], []
+    differences = apart.others
     modules = {
         d.rank: alignment.module_fqns(step, d.rank, d.key["root"])
         for d in _module_calls(differences)
     }
     forwards = any(d.table in ("inputs", "module_calls") for d in differences)
     # Two passes of a step may fail, one after another: the first is the reason.
-    failed = {f.rank: f for f in reversed(failures) if f.step == step}
     candidates = firsts(
         differences,
-        alignment.rng_to_blame(step),
+        # Parameters that one side alone has took random numbers: that the generators differ is no news.
+        () if structure.has_parameters else alignment.rng_to_blame(step),
         modules,
         exceeding=exceeding,
         failures=failed,
@@ -253,6 +305,13 @@ def _finite_apart(change: Change) -> bool:
     )
 
 
+def _itself(runs: Mapping[str, Run]) -> list[str]:
+    a, b = runs["baseline"], runs["candidate"]
+    if os.path.realpath(a.path) != os.path.realpath(b.path) or a.attempt != b.attempt:
+        return []
+    return ["Both sides are the same recording: it was compared with itself."]
+
+
 def _abandoned(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
     """That one side gave up a forward where the other went on, for what it alone has."""
     for origin in origins:
@@ -267,6 +326,16 @@ def _abandoned(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
                 f"followed, and {after} in the candidate."
             ]
     return []
+
+
+def _counted(structure: Structure, count: int) -> list[str]:
+    """That what one side alone has is not told of all steps, where it is told."""
+    if not count or not structure.lone:
+        return []
+    which = "1 more step" if count == 1 else f"{count:,} more steps"
+    return [
+        f"What one side alone has was looked for in the steps that were opened; of {which} what differs was counted."
+    ]
 
 
 def _deaths(runs: Mapping[str, Run], origins: Sequence[Origin]) -> list[str]:
@@ -313,10 +382,16 @@ def _nothing_to_compare(
     if not ranks:
         return f"no rank was recorded on both sides: {held(a.ranks)} against {held(b.ranks)}"
     if not steps["both"]:
+        own = {side: all_steps(steps[side]) for side in runs}
+        empty = [side for side, of_side in own.items() if not of_side]
+        if empty:
+            return (
+                f"the {' and the '.join(empty)} {'holds' if len(empty) == 1 else 'hold'} no step yet: nothing was "
+                "recorded before the job ended, or it has only just begun"
+            )
         return (
-            "no step was recorded on both sides: "
-            f"{held(all_steps(steps['baseline']), 'step')} against "
-            f"{held(all_steps(steps['candidate']), 'step')}"
+            f"no step was recorded on both sides: {held(own['baseline'], 'step')} against "
+            f"{held(own['candidate'], 'step')} (GRADTRACE_STEP_OFFSET shifts a resumed job's; GRADTRACE_STEPS chooses)"
         )
     if not alignment.summarised():
         return (
@@ -360,10 +435,10 @@ def _unseen(
     return found
 
 
-def _lone_ranks(cover: Cover) -> list[dict[str, Any]]:
+def _lone_ranks(cover: Cover) -> list[Lone]:
     other = {"baseline": "candidate", "candidate": "baseline"}
     return [
-        {"kind": "rank", "name": str(rank), "only_in": other[side]}
+        Lone(kind="rank", name=str(rank), only_in=other[side], ranks=(rank,))
         for side, missing in cover.missing_ranks.items()
         for rank in missing
     ]

@@ -17,9 +17,11 @@ from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.pipelines import Place
+from gradtrace_analyzer.renames import Rename
 from gradtrace_analyzer.repeated import Repeated
 from gradtrace_analyzer.replayed import Replayed
 from gradtrace_analyzer.rescaled import Rescaled, first_rescaled
+from gradtrace_analyzer.structure import Lone
 
 Verdict = Literal["identical", "within_tolerance", "different", "incomparable"]
 
@@ -33,8 +35,9 @@ class Origin:
     (the other parameters of a changed set). `failure` is the exception that one side's backward pass ended
     with, where that is the place. `positions` are those of the Node's `position_count` gradients that differ,
     where not all do; `gradient_counts` their numbers on both sides where these differ. `aside` is a difference
-    before it in a forward that no backward pass followed, `rescaled` where its factor ends. In a pipeline, `place` is
-    the action that it is in, `source` the rank and stage that what it received came from, where that differs.
+    before it in a forward that no backward pass followed, `rescaled` where its factor ends. `code` are the changes
+    of the code from which the place follows, the first of it being `follower`. In a pipeline, `place` is the action
+    that it is in, `source` the rank and stage that what it received came from, where that differs.
     """
 
     link: str
@@ -51,6 +54,8 @@ class Origin:
     aside: Difference | None = None
     rescaled: Rescaled | None = None
     replays: tuple[Replayed, ...] = ()
+    code: tuple[Lone, ...] = ()
+    follower: Difference | None = None
     place: Place | None = None
     source: tuple[int, int] | None = None
 
@@ -93,7 +98,8 @@ class Answer:
     `unseen` is what lies in front of the origin and was not compared. `first_bits` is the first difference of
     all, where the origin is only the first beyond tolerance. `failures` are the exceptions that left a backward
     pass on one side alone, `first_nonfinite` the first value that is finite on one side alone, `repeated` the
-    Nodes that a pass of one side alone ran again, with a multiple of what arrived before.
+    Nodes that a pass of one side alone ran again, with a multiple of what arrived before. `renames` are those that
+    were applied, `likely_renames` what else names and shapes suggest; `causes` may explain the first origin's factor.
     """
 
     verdict: Verdict
@@ -102,7 +108,7 @@ class Answer:
     inherited: tuple[Origin, ...]
     cover: Cover
     configuration: tuple[Mapping[str, Any], ...] = ()
-    structure: tuple[Mapping[str, Any], ...] = ()
+    structure: tuple[Lone, ...] = ()
     spread: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
@@ -110,6 +116,9 @@ class Answer:
     failures: tuple[Failure, ...] = ()
     first_nonfinite: Origin | None = None
     repeated: tuple[Repeated, ...] = ()
+    renames: tuple[Rename, ...] = ()
+    likely_renames: tuple[Rename, ...] = ()
+    causes: tuple[str, ...] = ()
 
 
 def firsts(

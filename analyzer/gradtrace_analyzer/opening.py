@@ -18,6 +18,7 @@ import pyarrow as pa
 from gradtrace_analyzer.database import usable_cores
 from gradtrace_analyzer.footers import Counts
 from gradtrace_analyzer.links import LINK_TABLES, link_of
+from gradtrace_analyzer.occurrences import forget_numbers, realign
 from gradtrace_analyzer.pairing import (
     SIDES,
     SUSPECTS,
@@ -30,6 +31,7 @@ from gradtrace_analyzer.pairing import (
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.run import Run
 from gradtrace_analyzer.tally import Sieved, Tally
+from gradtrace_analyzer.whereabouts import whereabouts_sql
 
 Place = tuple[int, int]  # (rank, step)
 
@@ -38,7 +40,8 @@ MOST_ROWS = 250_000
 
 # What steps are counted in, whose rows are too many to be kept: per rank, step and table a few numbers.
 _TALLY = (
-    "SELECT rank, {point}, step, count(*), max(error), bool_or(exceeds), {nonfinite} "
+    "SELECT rank, {point}, step, count(*), max(error), bool_or(exceeds), {nonfinite}, "
+    "count(*) FILTER (only_in IS NULL AND error IS NULL), arg_min({where}, place) "
     "FROM differing_{table} GROUP BY ALL"
 )
 
@@ -47,12 +50,14 @@ _TALLY = (
 class Reading:
     """The two runs as they are read: `counts` are the rows of each side by table and rank.
 
-    Where rows `are_arranged`, they are no longer those of the parts: these prove and hold nothing of a rank.
+    Where rows `are_arranged`, they are no longer those of the parts: these prove and hold nothing of a rank. Where they
+    `are_renamed`, they are those of the parts with other names.
     """
 
     runs: Mapping[str, Run]
     counts: Mapping[str, Counts]
     are_arranged: bool = False
+    are_renamed: bool = False
 
     def closed(self, side: str, ranks: Iterable[int]) -> list[int]:
         """The ranks whose steps are all named by `steps`: they ended by themselves and lost nothing."""
@@ -81,7 +86,8 @@ class Opening:
     """Makes `seen`, `common` and, of the steps that matter, `opened`, `step_start` and the `differing_` tables.
 
     `clean` is called whenever these were made anew, before anything is counted in them. `tallies` are those of the
-    steps that differ and are not opened.
+    steps that differ and are not opened. With `realigns`, Nodes of a call that are not the same on both sides are
+    numbered by what they are alike in.
     """
 
     def __init__(
@@ -91,6 +97,8 @@ class Opening:
         ranks: Sequence[int],
         unread: Mapping[str, str],
         clean: Callable[[], None],
+        *,
+        realigns: bool = False,
     ) -> None:
         self._connection, self._reading, self._unread, self._clean = (
             connection,
@@ -104,6 +112,8 @@ class Opening:
             connection.execute(seen(closed, others))
             suspects = self._suspects()
         self.tallies: list[Tally] = []
+        self._realigns = realigns
+        self._unpaired: set[Place] = set()
         if self._rows(suspects) <= MOST_ROWS:
             self._open(suspects)
         else:
@@ -136,15 +146,29 @@ class Opening:
     def _open(self, places: Collection[Place]) -> None:
         """Make the tables of these steps alone."""
         self._name_opened(places)
+        self._name_unjudged(self._unpaired - set(places))
+        if self._realigns:
+            forget_numbers(self._connection)
         self._connection.execute(opened(places))
         for table in LINK_TABLES:
-            self._connection.execute(differing(table, self._unread[table.table], places))
+            make = differing(table, self._unread[table.table], places)
+            self._connection.execute(make)
+            # Where the code of a call was changed, its Nodes are not those of the same number.
+            if table.table == "node_events" and self._realigns and realign(self._connection):
+                self._connection.execute(make)
         self._clean()
 
     def _name_opened(self, places: Collection[Place]) -> None:
+        self._name("opened", places)
+
+    def _name_unjudged(self, places: Collection[Place]) -> None:
+        """Steps that are not open and may have rows that one side alone has: what changed code is must do without."""
+        self._name("unjudged", places)
+
+    def _name(self, table: str, places: Collection[Place]) -> None:
         columns = [[place[n] for place in places] for n in (0, 1)]
         self._connection.execute(
-            "CREATE OR REPLACE TEMP TABLE opened AS "
+            f"CREATE OR REPLACE TEMP TABLE {table} AS "
             "SELECT unnest(?::INTEGER[]) AS rank, unnest(?::INTEGER[]) AS step",
             columns,
         )
@@ -154,29 +178,45 @@ class Opening:
         for place in suspects:
             by_step.setdefault(place[1], []).append(place)
         tallies, unpaired = self._sieved(suspects)
+        self._unpaired = unpaired
+        anchors = self._anchors()
         with progress("pairing the steps in which names or order differ", len(unpaired)) as count:
             for portion in self._loads(sorted(unpaired, key=lambda place: (place[1], place[0]))):
-                self._open(portion)
-                tallies += self._tallied()
+                ranks = {rank for rank, _ in portion}
+                self._open({*portion, *(a for a in anchors if a[0] in ranks)})
+                of_portion = set(portion)
+                tallies += [t for t in self._tallied() if (t.rank, t.step) in of_portion]
                 count(len(portion))
 
         def first(is_meant: Callable[[Tally], bool]) -> set[int]:
             return set(sorted({t.step for t in tallies if is_meant(t)})[:1])
 
+        def open_steps(steps: Collection[int]) -> None:
+            self._open({*anchors, *(place for step in steps for place in by_step[step])})
+
         chosen = first(lambda t: True) | first(lambda t: t.nonfinite)
-        self._open([place for step in chosen for place in by_step[step]])
+        open_steps(chosen)
         # Whether a step is beyond tolerance is judged where it is opened: the tally only proposes it.
         proposed = sorted({t.step for t in tallies if _counts_as_exceeding(t)} - chosen)
         if not self._any_exceeds():
             for step in proposed:
-                self._open(by_step[step])
+                open_steps([step])
                 if self._any_exceeds():
                     chosen.add(step)
                     break
-                tallies = [t for t in tallies if t.step != step] + self._tallied()
+                tallies = [t for t in tallies if t.step != step]
+                tallies += [t for t in self._tallied() if t.step == step]
             if proposed:
-                self._open([place for step in chosen for place in by_step[step]])
+                open_steps(chosen)
         self.tallies = [t for t in tallies if t.step not in chosen]
+
+    def _anchors(self) -> set[Place]:
+        """Each rank's first step, where it must be paired row by row: it is opened beside every other, since what
+        one side alone has from the first step on is changed code, and what it has in a later one happened there."""
+        firsts = self._connection.execute(
+            "SELECT rank, min(step) FROM common GROUP BY rank"
+        ).fetchall()
+        return self._unpaired & {(rank, step) for rank, step in firsts}
 
     def _any_exceeds(self) -> bool:
         return any(
@@ -206,7 +246,7 @@ class Opening:
         }
 
         def sift(rank: int) -> Sieved:
-            if rank in by_hand or self._reading.are_arranged:
+            if rank in by_hand or self._reading.are_arranged or self._reading.are_renamed:
                 return Sieved(rank, [], set(steps[rank]))
             parts = {
                 table.table: (
@@ -262,13 +302,13 @@ class Opening:
                 point="key_point" if "point" in table.key else "NULL",
                 table=table.table,
                 nonfinite=f"bool_or({nonfinite})" if nonfinite else "false",
+                where=whereabouts_sql(table.table),
             )
-            for rank, point, step, rows, error, exceeds, is_apart in self._connection.execute(
-                query
-            ).fetchall():
-                found.append(
-                    Tally(rank, table.table, point, step, rows, error, exceeds, bool(is_apart))
-                )
+            rows = self._connection.execute(query).fetchall()
+            found += [
+                Tally(rank, table.table, point, step, count, error, exceeds, bool(apart), *more)
+                for rank, point, step, count, error, exceeds, apart, *more in rows
+            ]
         return found
 
     def _loads(self, places: Sequence[Place]) -> Iterator[list[Place]]:
@@ -280,21 +320,28 @@ class Opening:
 def merged_spread(
     rows: Iterable[tuple[Any, ...]], tallies: Iterable[Tally]
 ) -> list[dict[str, Any]]:
-    """Of each rank and link the first step, the number of rows and the largest error, over both."""
+    """Of each rank and link the first step and what differs first in it, the number of rows, the largest error and how
+    many have none, over both."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
     told = [
         *rows,
-        *((t.rank, t.table, t.point, t.step, t.rows, t.largest_error, t.exceeds) for t in tallies),
-    ]
-    for rank, table, point, step, count, error, exceeds in told:
+        *(
+            (t.rank, t.table, t.point, t.step, t.rows, t.largest_error, t.exceeds, t.unmeasured, t.place)
+            for t in tallies
+        ),
+    ]  # fmt: skip
+    for rank, table, point, step, count, error, exceeds, unmeasured, place in told:
         link = link_of(table, point)
         entry = found.setdefault(
             (rank, link),
             {"rank": rank, "link": link, "first_step": step, "row_count": 0, "largest_error": None,
-             "beyond_tolerance": False},
+             "unmeasured_count": 0, "beyond_tolerance": False, "place": None},
         )  # fmt: skip
+        if step < entry["first_step"] or entry["place"] is None:
+            entry["place"] = place
         entry["first_step"] = min(entry["first_step"], step)
         entry["row_count"] += count
+        entry["unmeasured_count"] += unmeasured
         known = [e for e in (entry["largest_error"], error) if e is not None]
         entry["largest_error"] = max(known, default=None)
         entry["beyond_tolerance"] = bool(entry["beyond_tolerance"] or exceeds)

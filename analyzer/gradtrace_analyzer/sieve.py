@@ -24,6 +24,7 @@ from gradtrace_analyzer.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.pairing import NOISE_FLOOR, SCALED_TABLES
 from gradtrace_analyzer.tally import Sieved, Tally
 from gradtrace_analyzer.tolerance import tolerance
+from gradtrace_analyzer.whereabouts import whereabouts
 
 Array = npt.NDArray[Any]
 
@@ -219,6 +220,8 @@ def _judge(found: Sieved, table: LinkTable, a: pa.Table, b: pa.Table, first_step
         largest = np.maximum.reduceat(np.where(mine, errors, -1.0), starts)
         beyond = np.logical_or.reduceat(mine & exceeds, starts)
         apart = np.logical_or.reduceat(mine & nonfinite, starts)
+        unmeasured = np.add.reduceat(mine & (errors < 0), starts, dtype=np.int64)
+        is_known = any(t.table == table.table and t.point == point for t in found.tallies)
         for place in np.flatnonzero(counts).tolist():
             most = float(largest[place])
             found.tallies.append(
@@ -231,8 +234,22 @@ def _judge(found: Sieved, table: LinkTable, a: pa.Table, b: pa.Table, first_step
                     most if most >= 0 else None,
                     bool(beyond[place]),
                     bool(apart[place]),
+                    int(unmeasured[place]),
+                    # It is asked for where a link begins to differ, and steps come in order.
+                    None if is_known else _first_place(table, a, mine, int(starts[place])),
                 )
             )
+            is_known = True
+
+
+def _first_place(
+    table: LinkTable, rows: pa.Table, mine: npt.NDArray[np.bool_], start: int
+) -> str | None:
+    row = start + int(np.argmax(mine[start:]))
+    return whereabouts(
+        table.table,
+        {k: rows.column(k)[row].as_py() for k in table.key if k in rows.column_names},
+    )
 
 
 class _Side:

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Tally:
-    """The rows of one step, table and point of a rank that differ."""
+    """The rows of one step, table and point of a rank that differ.
+
+    `unmeasured` of them have no relative error: NaN on one side, or no tensor. `place` says what the first of them is
+    of, as far as it is known.
+    """
 
     rank: int
     table: str
@@ -17,6 +21,8 @@ class Tally:
     largest_error: float | None
     exceeds: bool
     nonfinite: bool
+    unmeasured: int = 0
+    place: str | None = None
 
 
 @dataclass

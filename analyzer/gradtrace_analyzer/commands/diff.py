@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from gradtrace_analyzer.commands import (
@@ -9,10 +11,14 @@ from gradtrace_analyzer.commands import (
     attempt_option,
     opened_runs,
     report_format_option,
+    write_output,
 )
 from gradtrace_analyzer.compare import compare
 from gradtrace_analyzer.database import run_names
+from gradtrace_analyzer.gate import ANY, Gate, exit_status, failing, failure_words, gate_of
+from gradtrace_analyzer.renames import rename_of
 from gradtrace_analyzer.reports.diff import as_object, lines
+from gradtrace_analyzer.reports.junit import junit_xml
 from gradtrace_analyzer.reports.slower import timing_lines, timing_object
 from gradtrace_analyzer.reports.tables import json_text
 from gradtrace_analyzer.timing.slower import compared_runs
@@ -36,6 +42,25 @@ _EXIT = {"identical": 0, "within_tolerance": 0, "different": 1, "incomparable": 
     show_default=True,
     help="How many places --timing shows in its table.",
 )
+@click.option(
+    "--rename",
+    "renames",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="What the baseline calls OLD is NEW in the candidate; * is any text. Repeatable.",
+)
+@click.option(
+    "--fail-on",
+    "gates",
+    multiple=True,
+    metavar="LINK>=X",
+    help="Exit with 1 only for a difference at that link (or `any`) with a relative error of X or more. Repeatable.",
+)
+@click.option(
+    "--junit",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write JUnit XML there: one test case a link.  [with no --fail-on: any>=0]",
+)
 @report_format_option
 @attempt_option
 def diff(
@@ -44,22 +69,41 @@ def diff(
     exact: bool,
     timing: bool,
     top: int,
+    renames: tuple[str, ...],
+    gates: tuple[str, ...],
+    junit: Path | None,
     format: str,
     attempt: int | None,
 ) -> int:
     """The first divergence of two runs: step, rank, module, Node, and why.
 
-    Exit status: 0 the same (bit for bit, or within rounding), 1 different, 2 cannot tell. Times do not count for it.
+    Exit status: 0 the same (bit for bit, or within rounding), 1 different, 2 cannot tell. With --fail-on: 1 where it
+    fails, 2 where nothing can be compared, else 0. Times do not count for it.
     """
+    limits = tuple(gate_of(text) for text in gates)
+    given = [rename_of(text) for text in renames]
     runs = opened_runs((baseline, candidate), attempt)
-    found = compare(*runs, exact=exact)
+    found = compare(*runs, exact=exact, renames=given)
     times = compared_runs(*runs) if timing else None
+    baseline_name, candidate_name = run_names(runs)
+    names = (baseline_name, candidate_name)
+    failed = failing(found, limits)
+    if junit is not None:
+        all_limits = limits or (Gate(ANY, 0.0),)
+        write_output(junit, junit_xml(found, names, all_limits, failing(found, all_limits)))
     if format == "json":
-        more = {} if times is None else {"timing": timing_object(times, (runs[0], runs[1]))}
-        answer([json_text(as_object(found) | more, indent=2)])
+        failures = {link: failure_words(one) for link, one in failed.items()}
+        told = as_object(found) | ({"failing": failures} if limits else {})
+        told |= {} if times is None else {"timing": timing_object(times, (runs[0], runs[1]))}
+        answer([json_text(told, indent=2)])
     else:
-        names = run_names(runs)
-        answer(lines(found, (names[0], names[1])))
+        answer(lines(found, names))
         if times is not None:
             answer(["", *timing_lines(times, (runs[0], runs[1]), top)])
-    return _EXIT[found.verdict]
+        if limits:
+            answer(["", *(f"Fails: {failure_words(one)}" for one in failed.values())])
+            if found.verdict == "incomparable":
+                answer(["Too little was compared for anything to pass."])
+            elif not failed:
+                answer(["No difference reaches what --fail-on names."])
+    return exit_status(found, failed) if limits else _EXIT[found.verdict]

@@ -18,9 +18,17 @@ from gradtrace_analyzer.reports.origins import (
     repeated_sentence,
     unseen_sentence,
 )
+from gradtrace_analyzer.reports.structure import (
+    code_phrase,
+    compiled_lines,
+    configuration_lines,
+    naming_lines,
+    structure_lines,
+)
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.rescaled import Rescaled
 from gradtrace_analyzer.run import ranks_phrase, spans
+from gradtrace_analyzer.structure import as_object as lone_object
 
 _LINK_PHRASE = {
     "parameters": "the parameters",
@@ -49,16 +57,29 @@ def explanation(answer: Answer) -> str:
     if answer.verdict == "identical":
         how = "bit for bit" if cover.has_fingerprints else "in norms, sums and counts"
         return f"Identical, {how}, in all that both recorded: {_extent(cover)}.{_lacking(cover)}"
+    if answer.verdict == "within_tolerance" and not answer.origins:
+        alone = list(structure_lines(answer.structure))
+        other = " by other code" if alone else ", compiled" if answer.structure else ""
+        more = f" (and {len(alone) - 1} more)" if len(alone) > 1 else ""
+        return (
+            f"The same numbers{other}: all values that pair are identical"
+            f"{', bit for bit' if cover.has_fingerprints else ''}"
+            f"{f', and {alone[0]}{more}' if alone else ''}.{_lacking(cover)}"
+        )
     if answer.verdict == "within_tolerance":
         origin = answer.origins[0]
+        if origin.code:
+            return (
+                f"The same within rounding, by other code: {code_phrase(origin.code)}; no output, loss or "
+                f"gradient that pairs differs by more than the tolerance.{_lacking(cover)}"
+            )
         return (
             f"The same within rounding: the first bits differ in step {origin.step}, "
             f"{ranks_phrase(origin.ranks)}, at {place_of(origin)}, and no output, loss or "
             f"gradient differs by more than the tolerance.{_lacking(cover)}"
         )
     if not answer.origins:
-        names = [f"{e['kind']} {e['name']!r} ({e['only_in']} only)" for e in answer.structure[:4]]
-        return f"All values that pair are identical, but the names differ: {', '.join(names)}."
+        return f"All values that pair are identical, but the models differ: {code_phrase(answer.structure)}."
     origin = answer.origins[0]
     said = unseen_sentence(origin, answer) if answer.unseen else origin_sentence(origin)
     if answer.verdict == "different" and answer.first_bits is not None:
@@ -66,6 +87,9 @@ def explanation(answer: Answer) -> str:
         said = said.replace(" equal", " equal within rounding") + (
             f" (The first bits differ in step {bits.step}, {ranks_phrase(bits.ranks)}, at {place_of(bits)}.)"
         )
+    if answer.causes:
+        said += f" A likely reason of the factor {answer.causes[0]}"
+        said += "." if not said.endswith("?") else ""
     others = (_inheritance(answer), _more(answer), _other_failures(answer), _nonfinite(answer))
     return said + "".join(others) + "".join(f" {repeated_sentence(r)}" for r in answer.repeated[:1])
 
@@ -73,14 +97,14 @@ def explanation(answer: Answer) -> str:
 def lines(answer: Answer, names: tuple[str, str]) -> Iterator[str]:
     """The answer for a terminal."""
     yield f"{answer.verdict.replace('_', ' ')}: {names[0]} (baseline) and {names[1]} (candidate)"
+    if answer.configuration:
+        yield ""
+        yield from configuration_lines(answer.configuration)
     yield ""
     yield explanation(answer)
     yield from answer.notes
-    for entry in answer.configuration:
-        yield (
-            f"The configurations differ: {entry['name']} is {entry['baseline']!r} in the baseline, "
-            f"{entry['candidate']!r} in the candidate."
-        )
+    yield from compiled_lines(answer.structure)
+    yield from naming_lines(answer)
     if answer.origins and answer.origins[0].change is not None:
         yield ""
         yield from _numbers(answer.origins[0].change)
@@ -89,11 +113,11 @@ def lines(answer: Answer, names: tuple[str, str]) -> Iterator[str]:
         yield "Other origins in the same step:"
         for origin in answer.origins[1:6]:
             yield f"  {ranks_phrase(origin.ranks)}: {place_of(origin)}{_error_text(origin.change)}"
-    if answer.structure and answer.origins:
+    alone = list(structure_lines(answer.structure))
+    if alone and answer.verdict != "incomparable":
         yield ""
-        yield "On one side alone: " + ", ".join(
-            f"{e['kind']} {e['name']!r} ({e['only_in']})" for e in answer.structure[:8]
-        )
+        yield "On one side alone:"
+        yield from (f"  {line}" for line in alone)
     if answer.spread and answer.verdict in ("different", "within_tolerance"):
         yield ""
         yield from _spread(answer.spread)
@@ -107,12 +131,14 @@ def as_object(answer: Answer) -> dict[str, Any]:
     first = answer.origins[0] if answer.origins and answer.verdict == "different" else None
     return {
         "verdict": answer.verdict,
+        "configuration": list(answer.configuration),
         "first_divergence": None if first is None else _origin_object(first),
         "origins": [_origin_object(o) for o in answer.origins],
         "inherited": [_origin_object(o) for o in answer.inherited],
         "spread": list(answer.spread),
-        "structure": list(answer.structure),
-        "configuration": list(answer.configuration),
+        "structure": [lone_object(entry) for entry in answer.structure],
+        "renames": [str(rename) for rename in answer.renames],
+        "likely_renames": [str(rename) for rename in answer.likely_renames],
         "failures": [_failure_object(f) for f in answer.failures],
         "first_nonfinite": (
             None if answer.first_nonfinite is None else _origin_object(answer.first_nonfinite)
@@ -120,7 +146,15 @@ def as_object(answer: Answer) -> dict[str, Any]:
         "repeated": [asdict(r) for r in answer.repeated],
         "cover": _cover_object(answer.cover),
         "factor": None if first is None else first.factor,
-        "explanation": " ".join((explanation(answer), *answer.notes)),
+        "factor_causes": list(answer.causes),
+        "explanation": " ".join(
+            (
+                explanation(answer),
+                *answer.notes,
+                *compiled_lines(answer.structure),
+                *naming_lines(answer),
+            )
+        ),
     }
 
 

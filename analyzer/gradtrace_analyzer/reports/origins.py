@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gradtrace_analyzer.diff import Answer, Origin
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.repeated import Repeated
 from gradtrace_analyzer.replayed import replay_sentence
+from gradtrace_analyzer.reports.structure import code_sentence
 from gradtrace_analyzer.run import ranks_phrase
 
 
 def unseen_sentence(origin: Origin, answer: Answer) -> str:
     """The first recorded difference, where what lies in front of it was not recorded or not compared."""
+    if origin.code:
+        return origin_sentence(origin)
     verb = (
         f"is in the {origin.difference.only_in} alone"
         if origin.difference.only_in
@@ -34,6 +38,8 @@ def origin_sentence(origin: Origin) -> str:
     module = _module(origin.module_fqn)
     if origin.failure is not None:
         return where + failure_clause(origin.failure)
+    if origin.code:
+        return code_sentence(origin, size, _follower(origin))
     if origin.link == "structure" and "kind" in d.values:
         said = {"grad": "autograd.grad(), which accumulates nothing,", "backward": "backward()"}
         a, b = (said.get(v, v) for v in d.values["kind"])
@@ -279,6 +285,8 @@ def _size(origin: Origin) -> str:
 
 def place_of(origin: Origin) -> str:
     """The place alone, for a list."""
+    if origin.code:
+        return "the changed code"
     if origin.failure is not None and origin.node_name is None:
         return f"the end of backward pass {origin.failure.backward_index}"
     if origin.difference.table == "stage_events" and origin.place is not None:
@@ -292,6 +300,22 @@ def place_of(origin: Origin) -> str:
     if origin.link in ("forward", "rng"):
         return f"{_module(origin.module_fqn)} ({origin.link})"
     return origin.link
+
+
+def _follower(origin: Origin) -> str:
+    """The first difference that follows from changed code, in words."""
+    d = origin.follower
+    if d is None:
+        return "nothing"
+    row = replace(origin, difference=d, code=(), module_fqn=d.key.get("module_fqn"))
+    if d.table == "backward_passes":
+        return "the loss"
+    reads = d.reads is not None and d.reads.differs
+    if d.table == "module_calls":
+        return f"what {_module(d.key['module_fqn'])} {'receives' if reads else 'returns'}"
+    if d.table == "node_events":
+        return f"the gradient {'arriving at' if reads else 'leaving'} {_node(row)}"
+    return _row_name(row)
 
 
 def _row_name(origin: Origin) -> str:
