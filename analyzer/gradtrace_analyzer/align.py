@@ -11,6 +11,7 @@ from typing import Any
 
 import duckdb
 
+from gradtrace_analyzer.chosen import Chosen
 from gradtrace_analyzer.differences import Change, Difference, changed_gradient, difference
 from gradtrace_analyzer.failures import Failure, one_sided_failures
 from gradtrace_analyzer.links import LINK_TABLES, LINKS, link_of
@@ -31,6 +32,7 @@ class Alignment:
         *,
         unmatched: bool = True,
         torn_ends: Mapping[str, Mapping[int, int]] | None = None,
+        chosen: Chosen | None = None,
     ) -> None:
         """`unread` are the (table, rank) of which one side has lost rows: they are left out.
 
@@ -39,6 +41,8 @@ class Alignment:
         step it reached: what is missing at its end is no difference.
         """
         self._connection = connection
+        self._chosen = chosen or Chosen()
+        self._last: tuple[int, list[Difference]] | None = None
         self._unread = {
             table.table: ", ".join(str(rank) for name, rank in unread if name == table.table)
             for table in LINK_TABLES
@@ -47,6 +51,11 @@ class Alignment:
         connection.execute(SUSPECTS.format(equal=digests_agree()))
         for table in LINK_TABLES:
             connection.execute(differing(table, self._unread[table.table]))
+            if not self._chosen.is_all:
+                connection.execute(
+                    f"DELETE FROM differing_{table.table} "
+                    f"WHERE NOT ({self._chosen.condition(table, 'key_')})"
+                )
         self._alone = {
             table.table: self._number(
                 f"SELECT count(*) FROM differing_{table.table} WHERE only_in = 'baseline'"
@@ -87,6 +96,8 @@ class Alignment:
         ).fetchall()
         found: dict[str, dict[int, list[int]]] = {"both": {}, "baseline": {}, "candidate": {}}
         for rank, step, in_baseline, in_candidate in rows:
+            if not self._chosen.wants_step(step):
+                continue
             where = "both" if in_baseline and in_candidate else None
             where = where or ("baseline" if in_baseline else "candidate")
             found[where].setdefault(rank, []).append(step)
@@ -98,8 +109,8 @@ class Alignment:
         for table in LINK_TABLES:
             unread = self._unread[table.table]
             counts[table.table] = self._number(
-                f"SELECT count(*) FROM baseline.{table.table} SEMI JOIN common USING (rank, step)"
-                + (f" WHERE rank NOT IN ({unread})" if unread else "")
+                f"SELECT count(*) FROM baseline.{table.table} SEMI JOIN common USING (rank, step) "
+                f"WHERE rank NOT IN ({unread or -1}) AND {self._chosen.condition(table)}"
             )
             counts[table.table] -= self._alone[table.table]
         return counts
@@ -134,6 +145,8 @@ class Alignment:
 
     def differences_at(self, step: int) -> list[Difference]:
         """All differences of one step, in program order within each rank."""
+        if self._last is not None and self._last[0] == step:
+            return self._last[1]
         found: list[Difference] = []
         for table in LINK_TABLES:
             cursor = self._connection.execute(
@@ -146,6 +159,7 @@ class Alignment:
                 difference(table, dict(zip(names, row, strict=True))) for row in cursor.fetchall()
             ]
         found.sort(key=lambda d: (d.rank, d.order))
+        self._last = (step, found)
         return found
 
     def equal_before(self, difference: Difference) -> int:
@@ -179,7 +193,19 @@ class Alignment:
                 }
                 for rank, name, first, count, error, beyond in rows
             ]
-        return sorted(found, key=lambda e: (e["rank"], e["first_step"], LINKS.index(e["link"])))
+        merged: dict[tuple[int, str], dict[str, Any]] = {}
+        for entry in found:
+            known = merged.setdefault((entry["rank"], entry["link"]), entry)
+            if known is not entry:
+                errors = [
+                    e["largest_error"] for e in (known, entry) if e["largest_error"] is not None
+                ]
+                known["first_step"] = min(known["first_step"], entry["first_step"])
+                known["row_count"] += entry["row_count"]
+                known["largest_error"] = max(errors, default=None)
+                known["beyond_tolerance"] = known["beyond_tolerance"] or entry["beyond_tolerance"]
+        entries = merged.values()
+        return sorted(entries, key=lambda e: (e["rank"], e["first_step"], LINKS.index(e["link"])))
 
     def rng_to_blame(self, step: int) -> set[int]:
         """Ranks whose random generator stood elsewhere at this step's first forward, and at none before."""
@@ -260,21 +286,26 @@ class Alignment:
 
     def failures(self) -> list[Failure]:
         """Exceptions that left a backward pass on one side alone."""
-        return one_sided_failures(self._connection)
+        chosen = self._chosen
+        if chosen.modules or not chosen.wants_link("backward"):
+            return []
+        found = one_sided_failures(self._connection)
+        return [f for f in found if chosen.wants_rank(f.rank) and chosen.wants_step(f.step)]
 
     def first_nonfinite(self) -> Difference | None:
-        """The first pair, by step and program order, of which one side alone holds NaN or infinity."""
+        """The first pair, by step and program order, of which one side alone holds NaN or infinity, or row of one
+        side alone that does."""
         first: Difference | None = None
         for table in LINK_TABLES:
-            if table.table not in ("inputs", "module_calls", "node_events"):
+            if not table.sides:
                 continue
             apart = " OR ".join(
-                f"({role}_b_{s} > 0) <> ({role}_c_{s} > 0)"
+                f"(coalesce({role}_b_{s}, 0) > 0) <> (coalesce({role}_c_{s}, 0) > 0)"
                 for role, _ in table.sides
                 for s in ("nan_count", "inf_count")
             )
             cursor = self._connection.execute(
-                f"SELECT * FROM differing_{table.table} WHERE only_in IS NULL AND ({apart}) "
+                f"SELECT * FROM differing_{table.table} WHERE {apart} "
                 "ORDER BY step, place, rank LIMIT 1"
             )
             names = [column[0] for column in cursor.description or ()]
@@ -312,6 +343,8 @@ class Alignment:
     def lone_names(self) -> list[dict[str, str]]:
         """Modules and parameters that one side alone has, over all common steps."""
         found = []
+        if self._chosen.links:
+            return []
         for kind, table, column in (
             ("module", "module_calls", "module_fqn"),
             ("parameter", "parameters", "parameter_fqn"),
@@ -322,7 +355,13 @@ class Alignment:
                     f"EXCEPT SELECT DISTINCT {column} FROM {other}.{table} "
                     f"SEMI JOIN common USING (rank, step) ORDER BY 1"
                 ).fetchall()
-                found += [{"kind": kind, "name": name, "only_in": side} for (name,) in rows]
+                found += [
+                    {"kind": kind, "name": name, "only_in": side}
+                    for (name,) in rows
+                    if self._chosen.wants_module(
+                        name if kind == "module" else name.rpartition(".")[0]
+                    )
+                ]
         return found
 
     def _number(self, query: str, parameters: Sequence[Any] = ()) -> Any:

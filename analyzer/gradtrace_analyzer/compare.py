@@ -9,6 +9,8 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.align import Alignment
+from gradtrace_analyzer.around import equal_in_step, with_later, with_root
+from gradtrace_analyzer.chosen import Chosen
 from gradtrace_analyzer.configuration import apart_in_configuration
 from gradtrace_analyzer.cover import (
     Cover,
@@ -27,17 +29,16 @@ from gradtrace_analyzer.diff import (
     Answer,
     Origin,
     Verdict,
-    firsts,
-    split_by_inheritance,
 )
-from gradtrace_analyzer.differences import Change, Difference
+from gradtrace_analyzer.differences import Change
 from gradtrace_analyzer.endings import endings
-from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
 from gradtrace_analyzer.reports.failures import died_phrase
 from gradtrace_analyzer.run import Run, ranks_phrase
+from gradtrace_analyzer.search import StepSearch
+from gradtrace_analyzer.surroundings import Surroundings
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
 WITNESS_ROWS = 8
@@ -46,13 +47,24 @@ WITNESS_ROWS = 8
 _GIVEN = frozenset({"parameters", "rng", "inputs", "structure"})
 
 
-def compare(baseline: Run, candidate: Run, *, exact: bool = False) -> Answer:
-    """The answer of `analyzer diff`. With `exact` any changed bit is a difference."""
+def compare(
+    baseline: Run,
+    candidate: Run,
+    *,
+    exact: bool = False,
+    chosen: Chosen | None = None,
+    with_chain: bool = False,
+) -> Answer:
+    """The answer of `analyzer diff`. With `exact` any changed bit is a difference.
+
+    Only what is `chosen` is compared. `with_chain`, the answer holds the rows around the first origin.
+    """
+    wanted = chosen or Chosen()
     runs = {"baseline": baseline, "candidate": candidate}
-    ranks = sorted(set(baseline.ranks) & set(candidate.ranks))
+    ranks = sorted(filter(wanted.wants_rank, set(baseline.ranks) & set(candidate.ranks)))
     connection = connect_pair(baseline, candidate)
     try:
-        return _compared(connection, runs, ranks, exact)
+        return _compared(connection, runs, ranks, exact, wanted, with_chain)
     finally:
         connection.close()
 
@@ -62,6 +74,8 @@ def _compared(
     runs: Mapping[str, Run],
     ranks: Sequence[int],
     exact: bool,
+    chosen: Chosen,
+    with_chain: bool,
 ) -> Answer:
     unread = {side: lost_rows(connection, side, run) for side, run in runs.items()}
     alignment = Alignment(
@@ -70,9 +84,10 @@ def _compared(
         [place for places in unread.values() for place in places],
         unmatched=not asked_differently(runs) and not any(map(problems_of, runs.values())),
         torn_ends={side: torn_ends(connection, side, run) for side, run in runs.items()},
+        chosen=chosen,
     )
     steps = alignment.steps()
-    cover = cover_of(runs, ranks, steps, alignment.compared(), unread)
+    cover = cover_of(runs, ranks, steps, alignment.compared(), unread, chosen)
     common = sorted({step for of_rank in steps["both"].values() for step in of_rank})
     configuration = apart_in_configuration(runs)
     failures = alignment.failures()
@@ -89,24 +104,43 @@ def _compared(
         notes: Sequence[str] = (),
         first_bits: Origin | None = None,
     ) -> Answer:
+        spread = alignment.spread()
+        step = origins[0].step if origins else None
+        differences = [] if step is None else alignment.differences_at(step)
+        here = None if step is None else Surroundings(connection, cover, step)
+        roots = {} if here is None else here.roots()
+        origins = [
+            _with_replays(connection, with_root(o, roots))
+            for o in (with_later(origins, spread) if origins else ())
+        ]
+        deaths = _deaths(runs, origins)
+        is_undone = bool(origins) and _is_undone(origins[0])
+        chain = here.passages(origins[0].difference, differences) if here and with_chain else ()
         return Answer(
             verdict=verdict,
             reason=reason,
-            origins=tuple(_with_replays(connection, o) for o in origins),
-            inherited=tuple(inherited),
+            origins=tuple(origins),
+            inherited=tuple(with_root(o, roots) for o in inherited),
             cover=cover,
             configuration=tuple(configuration),
             structure=tuple(lone),
-            spread=tuple(alignment.spread()),
-            notes=(*notes, *_abandoned(alignment, origins), *_deaths(runs, origins)),
+            spread=tuple(spread),
+            causes=tuple(deaths if is_undone else ()),
+            notes=(*notes, *_abandoned(alignment, origins), *(() if is_undone else deaths)),
             unseen=tuple(_unseen(runs, cover, origins[0], common) if origins else ()),
             first_bits=first_bits,
             failures=tuple(failures),
             repeated=tuple(repeated(connection, origins[0].step)) if origins else (),
-            first_nonfinite=_first_nonfinite(alignment, origins),
+            first_nonfinite=_first_nonfinite(alignment, origins, roots),
+            equal=(
+                equal_in_step(differences, cover, here.modules(), roots)
+                if here is not None and verdict == "different"
+                else {}
+            ),
+            chain=tuple(chain),
         )
 
-    nothing = _nothing_to_compare(runs, ranks, steps, alignment)
+    nothing = _nothing_to_compare(runs, ranks, steps, alignment, cover)
     if nothing is not None:
         return answer("incomparable", nothing)
     step = alignment.first_step(exceeding=False)
@@ -121,40 +155,18 @@ def _compared(
             return answer("different", notes=notes)
         return answer("identical", notes=notes)
 
-    origins, inherited = _places(alignment, step, failures, exceeding=False)
-    reproducible = not configuration and _is_reproducible(alignment, common, step, origins)
-    if exact or reproducible or any(o.link in _GIVEN or o.difference.exceeds for o in origins):
+    found = StepSearch(alignment, Surroundings(connection, cover, step), failures, exceeding=False)
+    firsts = found.firsts
+    reproducible = not configuration and _is_reproducible(alignment, common, step, firsts)
+    if exact or reproducible or any(o.link in _GIVEN or o.difference.exceeds for o in firsts):
+        origins, inherited = found.origins()
         return answer("different", origins=origins, inherited=inherited)
     step = alignment.first_step(exceeding=True)
     if step is None:
-        return answer("within_tolerance", origins=origins, inherited=inherited)
-    first_bits = origins[0]
-    origins, inherited = _places(alignment, step, failures, exceeding=True)
-    return answer("different", origins=origins, inherited=inherited, first_bits=first_bits)
-
-
-def _places(
-    alignment: Alignment, step: int, failures: Sequence[Failure], *, exceeding: bool
-) -> tuple[list[Origin], list[Origin]]:
-    differences = alignment.differences_at(step)
-    modules = {
-        d.rank: alignment.module_fqns(step, d.rank, d.key["root"])
-        for d in _module_calls(differences)
-    }
-    forwards = any(d.table in ("inputs", "module_calls") for d in differences)
-    # Two passes of a step may fail, one after another: the first is the reason.
-    failed = {f.rank: f for f in reversed(failures) if f.step == step}
-    origins, inherited = split_by_inheritance(
-        firsts(
-            differences,
-            alignment.rng_to_blame(step),
-            modules,
-            exceeding=exceeding,
-            failures=failed,
-            unused=alignment.unused_forwards(step) if forwards else {},
-        )
-    )
-    return [_with_positions(alignment, o) for o in origins], inherited
+        return answer("within_tolerance", origins=firsts)
+    found = StepSearch(alignment, Surroundings(connection, cover, step), failures, exceeding=True)
+    origins, inherited = found.origins()
+    return answer("different", origins=origins, inherited=inherited, first_bits=firsts[0])
 
 
 def _with_replays(connection: duckdb.DuckDBPyConnection, origin: Origin) -> Origin:
@@ -164,31 +176,19 @@ def _with_replays(connection: duckdb.DuckDBPyConnection, origin: Origin) -> Orig
     return replace(origin, replays=replayed(connection, origin.difference, origin.ranks))
 
 
-def _with_positions(alignment: Alignment, origin: Origin) -> Origin:
-    """A Node's origin with those of its gradients that differ, where not all do; one alone gives the numbers."""
-    d = origin.difference
-    if d.table != "node_events" or None in d.event_indices:
-        return origin
-    direction = "grad_output" if origin.between else "grad_input"
-    gradients, before, after = alignment.node_gradients(d, direction)
-    if before != after:
-        return replace(origin, gradient_counts=(before, after))
-    apart = {n: g for n, g in enumerate(gradients) if g is not None and g.differs}
-    if not apart or len(apart) == sum(g is not None for g in gradients):
-        return origin
-    change = next(iter(apart.values())) if len(apart) == 1 else origin.change
-    count = sum(g is not None for g in gradients)
-    return replace(origin, positions=tuple(apart), position_count=count, change=change)
-
-
-def _first_nonfinite(alignment: Alignment, origins: Sequence[Origin]) -> Origin | None:
+def _first_nonfinite(
+    alignment: Alignment, origins: Sequence[Origin], roots: Mapping[int, str]
+) -> Origin | None:
     """The first value that is not finite on one side alone, where the origins do not say so themselves."""
     d = alignment.first_nonfinite() if origins else None
     if d is None or any(o.difference.key == d.key and o.step == d.step for o in origins):
         return None
     reads = d.reads is not None and _finite_apart(d.reads)
     change = d.reads if reads else d.writes
-    return Origin(d.link, d, (d.rank,), d.key.get("module_fqn"), change, between=reads)
+    if any(o.difference.table == "failures" for o in origins) and d.only_in is not None:
+        return None  # what a failed pass left undone
+    found = Origin(d.link, d, (d.rank,), d.key.get("module_fqn"), change, between=reads)
+    return with_root(found, roots)
 
 
 def _finite_apart(change: Change) -> bool:
@@ -226,13 +226,10 @@ def _deaths(runs: Mapping[str, Run], origins: Sequence[Origin]) -> list[str]:
     return found
 
 
-def _module_calls(differences: Sequence[Difference]) -> list[Difference]:
-    """The first differing module call of each rank."""
-    first: dict[int, Difference] = {}
-    for difference in differences:
-        if difference.table == "module_calls":
-            first.setdefault(difference.rank, difference)
-    return list(first.values())
+def _is_undone(origin: Origin) -> bool:
+    """Whether it is something that one side did not come to do: a rank that died is then the cause."""
+    waited = origin.failure is not None and origin.failure.row["node_name"] is None
+    return waited or origin.link == "structure"
 
 
 def _is_reproducible(
@@ -254,16 +251,23 @@ def _nothing_to_compare(
     ranks: Sequence[int],
     steps: Mapping[str, Mapping[int, Sequence[int]]],
     alignment: Alignment,
+    cover: Cover,
 ) -> str | None:
     a, b = runs["baseline"], runs["candidate"]
     if not ranks:
-        return f"no rank was recorded on both sides: {held(a.ranks)} against {held(b.ranks)}"
+        asked = cover.chosen.listed_ranks
+        which = f"{held(asked)} was not" if asked else "no rank was"
+        return f"{which} recorded on both sides: {held(a.ranks)} against {held(b.ranks)}"
     if not steps["both"]:
+        if cover.chosen.step is not None:
+            return f"step {cover.chosen.step} was not recorded on both sides"
         return (
             "no step was recorded on both sides: "
             f"{held(all_steps(steps['baseline']), 'step')} against "
             f"{held(all_steps(steps['candidate']), 'step')}"
         )
+    if not cover.chosen.is_all and not any(cover.rows.values()):
+        return f"nothing that both recorded is of {cover.chosen.said}"
     if not alignment.summarised():
         return (
             "one side recorded neither values nor norms (GRADTRACE_SUMMARY=off, or nothing that could be "
@@ -290,10 +294,11 @@ def _unseen(
     found = [
         what
         for link, table, what in _HELD_IN
-        if LINKS.index(link) < before and not cover.rows.get(table)
+        if LINKS.index(link) < before
+        and not (cover.rows.get(table) and cover.chosen.wants_link(link))
     ]
     chosen = [setting(run, "modules") for run in runs.values()]
-    if any(chosen):
+    if any(chosen) or cover.chosen.modules:
         found.append("modules outside the filter")
     if origin.link not in LOCAL_LINKS:
         seen = set(cover.ranks)

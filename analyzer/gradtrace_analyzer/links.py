@@ -32,7 +32,8 @@ class LinkTable:
     """How the rows of one table pair between two runs, besides by rank and step.
 
     `reads` and `writes` are prefixes of tensor summaries: what went into the link and what came out.
-    `values` are plain columns that are compared as they are.
+    `values` are plain columns that are compared as they are: in all steps, or, where they change nothing that
+    is not `digested` with the rest, in those whose digests differ.
     """
 
     table: str
@@ -40,6 +41,7 @@ class LinkTable:
     reads: str | None = None
     writes: str | None = None
     values: tuple[str, ...] = ()
+    digested: bool = False
 
     @property
     def sides(self) -> tuple[tuple[str, str], ...]:
@@ -49,7 +51,13 @@ class LinkTable:
 
 
 LINK_TABLES = (
-    LinkTable("parameters", ("root", "parameter_fqn", "point"), writes=""),
+    LinkTable(
+        "parameters",
+        ("root", "parameter_fqn", "point"),
+        writes="",
+        values=("requires_grad",),
+        digested=True,  # a frozen parameter has no gradients
+    ),
     LinkTable("inputs", ("microbatch", "root", "call_index", "name"), writes=""),
     LinkTable(
         "module_calls",
@@ -82,6 +90,12 @@ LINK_TABLES = (
         writes="after_",
         values=("hook_name", "divisor"),
     ),
+    LinkTable(
+        "stage_events",
+        ("microbatch", "stage_index", "kind", "occurrence"),
+        reads="received_",
+        writes="sent_",
+    ),
     LinkTable("gradients", ("backward_index", "root", "parameter_fqn", "point"), writes=""),
     LinkTable(
         "optimizer_groups",
@@ -105,6 +119,7 @@ _BY_TABLE = {
     "node_events": "backward",
     "failures": "backward",
     "buckets": "bucket",
+    "stage_events": "stage",
     "optimizer_groups": "optimizer",
 }
 

@@ -59,7 +59,7 @@ def differing(table: LinkTable, unread: str) -> str:
     name = table.table
     # A Node that was running when its rank was killed gave nothing yet that could differ.
     whole = "t.outcome IS DISTINCT FROM 'running'" if name == "node_events" else "true"
-    limit = "common" if table.values else "suspects"
+    limit = "common" if table.values and not table.digested else "suspects"
     key = ", ".join(table.key)
 
     scales = "".join(

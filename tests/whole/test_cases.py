@@ -388,8 +388,11 @@ def test_case_21_path_that_is_counted_twice(case: Case) -> None:
 @pytest.mark.slow
 def test_case_23_pipeline_scales_its_gradients_twice(case: Case) -> None:
     answer = case.diff()
-    assert [(o["rank"], o["link"]) for o in answer["origins"]] == [(1, "loss"), (0, "backward")]
-    for origin in answer["origins"]:
+    # Rank 0 computes with the gradients that rank 1 sends: one origin.
+    assert [(o["rank"], o["link"]) for o in answer["origins"]] == [(1, "loss")]
+    assert [o["rank"] for o in answer["inherited"]] == [0]
+    both = [*answer["origins"], *answer["inherited"]]
+    for origin in both:
         assert origin["factor"] == pytest.approx(4, rel=1e-4)  # the intended scale of the loss
         found = origin["rescaled"]
         # The pass after the four microbatches of window 0: there window 0 counts a quarter.
@@ -402,10 +405,10 @@ def test_case_23_pipeline_scales_its_gradients_twice(case: Case) -> None:
     windows = (
         "SELECT microbatch FROM backward_passes WHERE rank = {rank} AND backward_index = {index}"
     )
-    for origin in answer["origins"]:
+    for origin in both:
         index = origin["rescaled"]["backward_index"]
         query = windows.format(rank=origin["rank"], index=index)
-        assert case.sql(query) == [("6",)]  # two passes of the oracle, then four of window 0
+        assert case.sql(query) == [("0",)]  # by the schedule's own count, the first of window 1
     sentence = "was multiplied by 0.25 outside backward, in the {} alone"
     assert sentence.format("candidate") in answer["explanation"]
     assert sentence.format("baseline") in case.swapped()["explanation"]
