@@ -11,6 +11,7 @@ from typing import Any
 
 import duckdb
 
+from gradtrace_analyzer.chosen import Chosen
 from gradtrace_analyzer.differences import Change, Difference, changed_gradient, difference
 from gradtrace_analyzer.failures import Failure, one_sided_failures
 from gradtrace_analyzer.links import LINK_TABLES, LINKS
@@ -38,6 +39,7 @@ class Alignment:
         unmatched: bool = True,
         tells_structure: bool = True,
         torn_ends: Mapping[str, Mapping[int, int]] | None = None,
+        chosen: Chosen | None = None,
     ) -> None:
         """`unread` are the (table, rank) of which one side has lost rows: they are left out.
 
@@ -49,6 +51,8 @@ class Alignment:
         self._connection = connection
         self._reading = reading
         self._ranks = ranks
+        self._chosen = chosen or Chosen()
+        self._last: tuple[int, list[Difference]] | None = None
         self._unread = {
             table.table: ", ".join(str(rank) for name, rank in unread if name == table.table)
             for table in LINK_TABLES
@@ -61,7 +65,13 @@ class Alignment:
         self._tells_structure = tells_structure
         self.structure = Structure()
         self._opening = Opening(
-            connection, reading, ranks, self._unread, self._clean, realigns=unmatched
+            connection,
+            reading,
+            ranks,
+            self._unread,
+            self._clean,
+            realigns=unmatched,
+            chosen=self._chosen,
         )
 
     def _clean(self) -> None:
@@ -70,7 +80,7 @@ class Alignment:
         for table in LINK_TABLES:
             for *place, count in connection.execute(
                 f"SELECT rank, step, count(*) FROM differing_{table.table} "
-                "WHERE only_in = 'baseline' GROUP BY ALL"
+                f"WHERE only_in = 'baseline' AND {self._chosen.condition(table, 'key_')} GROUP BY rank, step"
             ).fetchall():
                 self._alone[table.table, place[0], place[1]] = count
         # A gradient of zeros that is carried into a step is none: `zero_grad(set_to_none=False)`.
@@ -99,7 +109,12 @@ class Alignment:
                         [other[side], rank, step],
                     )
         if self._tells_structure:
-            self.structure = structure_of(connection, self._parts, self.failures())
+            self.structure = structure_of(connection, self._parts, self._all_failures())
+        # What changed code is can be told from all that differs alone: what was not asked for goes afterwards.
+        for table in LINK_TABLES if not self._chosen.is_all else ():
+            connection.execute(
+                f"DELETE FROM differing_{table.table} WHERE NOT ({self._chosen.condition(table, 'key_')})"
+            )
 
     @property
     def counted_steps(self) -> int:
@@ -114,6 +129,8 @@ class Alignment:
         ).fetchall()
         found: dict[str, dict[int, list[int]]] = {"both": {}, "baseline": {}, "candidate": {}}
         for rank, step, in_baseline, in_candidate in rows:
+            if not self._chosen.wants_step(step):
+                continue
             where = "both" if in_baseline and in_candidate else None
             where = where or ("baseline" if in_baseline else "candidate")
             found[where].setdefault(rank, []).append(step)
@@ -131,13 +148,17 @@ class Alignment:
             name = table.table
             unread = {int(rank) for rank in self._unread[name].split(",") if rank}
             asked = [rank for rank in self._ranks if rank not in unread]
-            whole = [rank for rank in asked if rank not in by_step and not table.kinds]
+            whole = [
+                rank
+                for rank in asked
+                if rank not in by_step and not table.kinds and self._chosen.is_all
+            ]
             counts[name] = sum(self._reading.counts["baseline"].of(name, rank) for rank in whole)
             rest = ", ".join(str(rank) for rank in asked if rank not in whole)
             if rest:
                 counts[name] += self._number(
                     f"SELECT count(*) FROM baseline.{name} t SEMI JOIN common USING (rank, step) "
-                    f"WHERE t.rank IN ({rest}) AND {table.only}"
+                    f"WHERE t.rank IN ({rest}) AND {table.only} AND {self._chosen.condition(table)}"
                 )
             counts[name] -= sum(n for (of, _, _), n in self._alone.items() if of == name)
         return counts
@@ -176,6 +197,8 @@ class Alignment:
 
     def differences_at(self, step: int) -> list[Difference]:
         """All differences of one step, in program order within each rank."""
+        if self._last is not None and self._last[0] == step:
+            return self._last[1]
         found: list[Difference] = []
         crowd = sum(
             self._number(f"SELECT count(*) FROM differing_{table.table} WHERE step = ?", [step])
@@ -200,6 +223,7 @@ class Alignment:
                 difference(table, dict(zip(names, row, strict=True))) for row in cursor.fetchall()
             ]
         found.sort(key=lambda d: (d.rank, d.order))
+        self._last = (step, found)
         return found
 
     def equal_before(self, difference: Difference) -> int:
@@ -329,23 +353,34 @@ class Alignment:
 
     def failures(self) -> list[Failure]:
         """Exceptions that left a backward pass on one side alone."""
+        chosen = self._chosen
+        if chosen.modules or not chosen.wants_link("backward"):
+            return []
+        return [
+            f
+            for f in self._all_failures()
+            if chosen.wants_rank(f.rank) and chosen.wants_step(f.step)
+        ]
+
+    def _all_failures(self) -> list[Failure]:
         if self._failures is None:
             self._failures = one_sided_failures(self._connection)
         return self._failures
 
     def first_nonfinite(self) -> Difference | None:
-        """The first pair, by step and program order, of which one side alone holds NaN or infinity."""
+        """The first pair, by step and program order, of which one side alone holds NaN or infinity, or row of one
+        side alone that does."""
         first: Difference | None = None
         for table in LINK_TABLES:
-            if table.table not in ("inputs", "module_calls", "node_events"):
+            if not table.sides:
                 continue
             apart = " OR ".join(
-                f"({role}_b_{s} > 0) <> ({role}_c_{s} > 0)"
+                f"(coalesce({role}_b_{s}, 0) > 0) <> (coalesce({role}_c_{s}, 0) > 0)"
                 for role, _ in table.sides
                 for s in ("nan_count", "inf_count")
             )
             cursor = self._connection.execute(
-                f"SELECT * FROM differing_{table.table} WHERE only_in IS NULL AND ({apart}) "
+                f"SELECT * FROM differing_{table.table} WHERE {apart} "
                 "ORDER BY step, place, rank LIMIT 1"
             )
             names = [column[0] for column in cursor.description or ()]

@@ -29,7 +29,8 @@ def likely_causes(
 ) -> list[str]:
     """What of the recorded counts equals the factor of an origin, most likely first; empty where it has none."""
     factor = origin.factor
-    if factor is None or abs(factor - 1) < 10 * _CLOSE or origin.code:
+    # Between stages nothing is divided.
+    if factor is None or abs(factor - 1) < 10 * _CLOSE or origin.code or origin.link == "stage":
         return []
     counts = list(_counts(connection, runs, origin))
     return explained(abs(factor), counts)

@@ -15,6 +15,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+from gradtrace_analyzer.chosen import Chosen
 from gradtrace_analyzer.database import usable_cores
 from gradtrace_analyzer.footers import Counts
 from gradtrace_analyzer.links import LINK_TABLES, link_of
@@ -87,7 +88,7 @@ class Opening:
 
     `clean` is called whenever these were made anew, before anything is counted in them. `tallies` are those of the
     steps that differ and are not opened. With `realigns`, Nodes of a call that are not the same on both sides are
-    numbered by what they are alike in.
+    numbered by what they are alike in. Of a run of which one step was `chosen`, that is opened, beside the first.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Opening:
         clean: Callable[[], None],
         *,
         realigns: bool = False,
+        chosen: Chosen | None = None,
     ) -> None:
         self._connection, self._reading, self._unread, self._clean = (
             connection,
@@ -106,14 +108,15 @@ class Opening:
             unread,
             clean,
         )
+        self._chosen = chosen or Chosen()
+        self._realigns = realigns
+        self._unpaired: set[Place] = set()
         closed = {side: reading.closed(side, ranks) for side in SIDES}
         others = {side: [r for r in ranks if r not in set(closed[side])] for side in SIDES}
         with progress("reading which steps there are"):
             connection.execute(seen(closed, others))
             suspects = self._suspects()
         self.tallies: list[Tally] = []
-        self._realigns = realigns
-        self._unpaired: set[Place] = set()
         if self._rows(suspects) <= MOST_ROWS:
             self._open(suspects)
         else:
@@ -122,12 +125,25 @@ class Opening:
     def _suspects(self) -> set[Place]:
         """The steps that may differ."""
         queries = [SUSPECTS.format(equal=digests_agree())]
-        queries += [other_values(table) for table in LINK_TABLES if table.values]
+        queries += [
+            other_values(table) for table in LINK_TABLES if table.values and not table.digested
+        ]
         [(first,)] = self._connection.execute("SELECT min(step) FROM common").fetchall()
         if first is not None:
             named = [table for table in LINK_TABLES if "parameter_fqns" in table.values]
             queries += [other_values(table, first) for table in named]
-        return {place for query in queries for place in self._connection.execute(query).fetchall()}
+        found = {place for query in queries for place in self._connection.execute(query).fetchall()}
+        if self._chosen.step is None:
+            return found
+        return {place for place in found if place[1] == self._chosen.step} | (
+            found & self._firsts()
+        )
+
+    def _firsts(self) -> set[Place]:
+        """Each rank's first step."""
+        return set(
+            self._connection.execute("SELECT rank, min(step) FROM common GROUP BY rank").fetchall()
+        )
 
     def _rows(self, places: Collection[Place]) -> int:
         """About how many rows these steps have, on both sides together."""
@@ -213,10 +229,7 @@ class Opening:
     def _anchors(self) -> set[Place]:
         """Each rank's first step, where it must be paired row by row: it is opened beside every other, since what
         one side alone has from the first step on is changed code, and what it has in a later one happened there."""
-        firsts = self._connection.execute(
-            "SELECT rank, min(step) FROM common GROUP BY rank"
-        ).fetchall()
-        return self._unpaired & {(rank, step) for rank, step in firsts}
+        return self._unpaired & self._firsts()
 
     def _any_exceeds(self) -> bool:
         return any(
@@ -246,7 +259,9 @@ class Opening:
         }
 
         def sift(rank: int) -> Sieved:
-            if rank in by_hand or self._reading.are_arranged or self._reading.are_renamed:
+            # Which module a row is of is looked at where it is opened.
+            is_other = self._reading.are_arranged or self._reading.are_renamed
+            if rank in by_hand or is_other or self._chosen.modules:
                 return Sieved(rank, [], set(steps[rank]))
             parts = {
                 table.table: (
@@ -273,7 +288,13 @@ class Opening:
                 raise
         with progress("comparing losses and optimizer settings"):
             tallies += self._values_apart(suspects - unpaired)
-        return [t for t in tallies if (t.rank, t.step) not in unpaired], unpaired
+        return [
+            t for t in tallies if (t.rank, t.step) not in unpaired and self._is_wanted(t)
+        ], unpaired
+
+    def _is_wanted(self, t: Tally) -> bool:
+        chosen = self._chosen
+        return chosen.wants_step(t.step) and chosen.wants_link(link_of(t.table, t.point))
 
     def _values_apart(self, places: set[Place]) -> list[Tally]:
         """Of the tables without summaries, which have few rows a step, the tallies of all steps."""
@@ -294,7 +315,7 @@ class Opening:
         found = []
         for table in tables:
             nonfinite = " OR ".join(
-                f"coalesce(({role}_b_{s} > 0) <> ({role}_c_{s} > 0), false)"
+                f"(coalesce({role}_b_{s}, 0) > 0) <> (coalesce({role}_c_{s}, 0) > 0)"
                 for role, _ in table.sides
                 for s in ("nan_count", "inf_count")
             )

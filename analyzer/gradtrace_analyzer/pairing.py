@@ -35,7 +35,7 @@ def seen(closed: Mapping[str, Sequence[int]], others: Mapping[str, Sequence[int]
         for table in tables
         if ranks
     ]
-    union = " UNION ".join([*selects, "SELECT '', 0, 0 WHERE false"])
+    union = " UNION ".join(["SELECT '' AS side, 0 AS rank, 0 AS step WHERE false", *selects])
     return f"""
         CREATE TEMP TABLE seen AS {union};
         CREATE TEMP TABLE common AS

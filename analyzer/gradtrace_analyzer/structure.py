@@ -14,6 +14,7 @@ from typing import Any
 
 import duckdb
 
+from gradtrace_analyzer.chosen import Chosen
 from gradtrace_analyzer.failures import Failure
 
 SIDES = ("baseline", "candidate")
@@ -163,6 +164,25 @@ def structure_of(
         touched=frozenset(touched),
         compiled={side: own for side, own in compiled.items() if own},
     )
+
+
+def wants_lone(chosen: Chosen, entry: Lone) -> bool:
+    """Whether what one side alone has is among what a person asked for."""
+    links = _LINKS.get(entry.kind, ())
+    if chosen.links and not any(chosen.wants_link(link) for link in links):
+        return False
+    return entry.module_fqn is None or chosen.wants_module(entry.module_fqn)
+
+
+_LINKS = {
+    "pass": ("loss",),
+    "input": ("inputs",),
+    "call": ("forward",),
+    "node": ("backward",),
+    "gradient": ("carried_gradient", "local_gradient", "reduced_gradient", "clip"),
+    "bucket": ("bucket",),
+    "group": ("optimizer",),
+}
 
 
 def as_object(entry: Lone) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from gradtrace_analyzer.chosen import CHOOSABLE, chosen
 from gradtrace_analyzer.commands import (
     answer,
     attempt_option,
@@ -26,21 +27,37 @@ from gradtrace_analyzer.timing.slower import compared_runs
 _EXIT = {"identical": 0, "within_tolerance": 0, "different": 1, "incomparable": 2}
 
 
+# How many places --timing shows in its table.
+_PLACES = 10
+
+
 @click.command()
 @click.argument("baseline", type=click.Path(path_type=str))
 @click.argument("candidate", type=click.Path(path_type=str))
 @click.option("--exact", is_flag=True, help="Any changed bit is a difference.")
+@click.option("--at", type=click.IntRange(min=0), metavar="STEP", help="Compare this step only.")
+@click.option("--rank", metavar="RANKS", help="Compare these ranks only: 3, or 0,4-7.")
+@click.option(
+    "--module",
+    multiple=True,
+    metavar="GLOB",
+    help="Compare these modules only, and those inside them. May be given several times.",
+)
+@click.option(
+    "--link",
+    multiple=True,
+    type=click.Choice(CHOOSABLE),
+    metavar="LINK",
+    help=f"Compare these links of the chain only: {', '.join(CHOOSABLE)}.",
+)
+@click.option("--top", type=click.IntRange(min=1), metavar="N", help="How long lists may get.")
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Show the chain around the first origin as a table."
+)
 @click.option(
     "--timing",
     is_flag=True,
     help="Also what got slower or faster, beyond the spread within the runs.",
-)
-@click.option(
-    "--top",
-    type=click.IntRange(min=1),
-    default=10,
-    show_default=True,
-    help="How many places --timing shows in its table.",
 )
 @click.option(
     "--rename",
@@ -67,8 +84,13 @@ def diff(
     baseline: str,
     candidate: str,
     exact: bool,
+    at: int | None,
+    rank: str | None,
+    module: tuple[str, ...],
+    link: tuple[str, ...],
+    top: int | None,
+    verbose: bool,
     timing: bool,
-    top: int,
     renames: tuple[str, ...],
     gates: tuple[str, ...],
     junit: Path | None,
@@ -82,8 +104,9 @@ def diff(
     """
     limits = tuple(gate_of(text) for text in gates)
     given = [rename_of(text) for text in renames]
+    wanted = chosen(at, rank, module, link)
     runs = opened_runs((baseline, candidate), attempt)
-    found = compare(*runs, exact=exact, renames=given)
+    found = compare(*runs, exact=exact, renames=given, chosen=wanted, with_chain=verbose)
     times = compared_runs(*runs) if timing else None
     baseline_name, candidate_name = run_names(runs)
     names = (baseline_name, candidate_name)
@@ -97,9 +120,9 @@ def diff(
         told |= {} if times is None else {"timing": timing_object(times, (runs[0], runs[1]))}
         answer([json_text(told, indent=2)])
     else:
-        answer(lines(found, names))
+        answer(lines(found, names, top))
         if times is not None:
-            answer(["", *timing_lines(times, (runs[0], runs[1]), top)])
+            answer(["", *timing_lines(times, (runs[0], runs[1]), top or _PLACES)])
         if limits:
             answer(["", *(f"Fails: {failure_words(one)}" for one in failed.values())])
             if found.verdict == "incomparable":
