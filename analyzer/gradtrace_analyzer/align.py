@@ -119,16 +119,11 @@ class Alignment:
         )
 
     def first_step(self, *, exceeding: bool) -> int | None:
-        """The first step with a difference, or with one beyond tolerance.
-
-        Parameters are not judged by tolerance: an adaptive optimizer makes a whole step of the last bit of
-        a gradient.
-        """
+        """The first step with a difference, or with one that exceeds its tolerance."""
         condition = "WHERE exceeds" if exceeding else ""
         steps = [
             self._number(f"SELECT min(step) FROM differing_{t.table} {condition}")
             for t in LINK_TABLES
-            if not (exceeding and t.table == "parameters")
         ]
         return min((s for s in steps if s is not None), default=None)
 
@@ -149,12 +144,27 @@ class Alignment:
         return found
 
     def equal_before(self, difference: Difference) -> int:
-        """How many rows of its table and kind the rank had before it in that step, all equal."""
+        """How many rows of its table and kind (class of Node or module) the rank had before it in that step, all
+        equal."""
+        kinds = {"node_events": "node_name", "module_calls": "module_class"}
+        kind = kinds.get(difference.table)
+        same = ""
+        if kind is not None:
+            value = (
+                "?"
+                if kind == "node_name"
+                else f"(SELECT any_value({kind}) FROM baseline.module_calls WHERE root = ? AND module_fqn = ?)"
+            )
+            same = f" AND t.{kind} = {value}"
+        parameters = {
+            "node_events": [difference.key.get("node_name")],
+            "module_calls": [difference.key.get("root"), difference.key.get("module_fqn")],
+        }.get(difference.table, [])
         count: int = self._number(
             f"SELECT count(*) FROM baseline.{difference.table} t JOIN step_start s "
             "USING (rank, step) WHERE s.side = 'baseline' AND rank = ? AND step = ? "
-            "AND record_index - s.first < ?",
-            [difference.rank, difference.step, difference.order],
+            f"AND record_index - s.first < ?{same}",
+            [difference.rank, difference.step, difference.order, *parameters],
         )
         return count
 

@@ -33,6 +33,7 @@ from gradtrace_analyzer.diff import (
 from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.failures import Failure
+from gradtrace_analyzer.judgement import Judgement
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
@@ -46,13 +47,23 @@ WITNESS_ROWS = 8
 _GIVEN = frozenset({"parameters", "rng", "inputs", "structure"})
 
 
-def compare(baseline: Run, candidate: Run, *, exact: bool = False) -> Answer:
-    """The answer of `analyzer diff`. With `exact` any changed bit is a difference."""
+def compare(
+    baseline: Run,
+    candidate: Run,
+    *,
+    exact: bool = False,
+    precision: str | None = None,
+    scale: float = 1.0,
+) -> Answer:
+    """The answer of `analyzer diff`. With `exact` any changed bit is a difference.
+
+    `precision` is that of matrix products on one side where no record tells it; `scale` multiplies the tolerances.
+    """
     runs = {"baseline": baseline, "candidate": candidate}
     ranks = sorted(set(baseline.ranks) & set(candidate.ranks))
     connection = connect_pair(baseline, candidate)
     try:
-        return _compared(connection, runs, ranks, exact)
+        return _compared(connection, runs, ranks, exact, precision, scale)
     finally:
         connection.close()
 
@@ -62,6 +73,8 @@ def _compared(
     runs: Mapping[str, Run],
     ranks: Sequence[int],
     exact: bool,
+    precision: str | None,
+    scale: float,
 ) -> Answer:
     unread = {side: lost_rows(connection, side, run) for side, run in runs.items()}
     alignment = Alignment(
@@ -71,6 +84,8 @@ def _compared(
         unmatched=not asked_differently(runs) and not any(map(problems_of, runs.values())),
         torn_ends={side: torn_ends(connection, side, run) for side, run in runs.items()},
     )
+    judgement = Judgement(connection, runs, precision=precision, scale=scale)
+    judgement.write()
     steps = alignment.steps()
     cover = cover_of(runs, ranks, steps, alignment.compared(), unread)
     common = sorted({step for of_rank in steps["both"].values() for step in of_rank})

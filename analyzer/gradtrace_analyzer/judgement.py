@@ -1,0 +1,380 @@
+"""Holds each pair that differs against its tolerance: the columns `tolerance`, `beyond`, `exceeds` of `differing_*`.
+
+A row is `beyond` when its estimated error is larger than its tolerance: that places an origin. It `exceeds` when the
+estimate is so much larger that the verdict may rest on it (`DECISIVE`: an estimate from 4 lanes has a standard error
+of 0.37). What a step is allowed grows with what it received: the parameters' measured difference, never its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import duckdb
+
+from gradtrace_analyzer.links import LINK_TABLES, LinkTable
+from gradtrace_analyzer.run import Run
+from gradtrace_analyzer.tolerance import DECISIVE, PRECISIONS, Rule, roundoff, roundoff_sql
+from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
+
+# By how much a relative change of the weights, or of the forward, may show in one link more than in another.
+_GROWTH = 4.0
+
+# A gradient this much smaller than its step's largest may be what is left of a cancellation.
+_NOISE_FLOOR = 1e-3
+
+# How many times a normalisation's backward pass may amplify the relative error of what it receives.
+_MOST_AMPLIFIED = 1e4
+
+# A whole step of an adaptive optimizer hangs on the sign of a gradient: of a relative error r, about 1.6 r of the
+# squared update turns around (the share of normal numbers below r, times four).
+_TURNED = 1.6
+
+# A running statistic averages what may cancel: by how much wider its tolerance is than an output's.
+_STATISTICS = 64.0
+
+# More than any update differs from another of its size: twice its norm, with the estimate's error.
+_UNJUDGED = 2.5
+
+
+class Judgement:
+    """The tolerances of two runs that are paired on a connection (`pairing`), written into its tables."""
+
+    def __init__(
+        self,
+        connection: duckdb.DuckDBPyConnection,
+        runs: Mapping[str, Run],
+        *,
+        precision: str | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """`precision` is that of the matrix products on one side, where nothing recorded tells it; `scale`
+        multiplies every tolerance of the rule (to measure how sharp it is)."""
+        self._connection = connection
+        self._scale = scale
+        declared = [precision] if precision else []
+        for run in runs.values():
+            declared += _switched_on(run)
+        self._declared = max(declared, key=PRECISIONS.__getitem__, default=None)
+        self.rule = self._rule()
+
+    def write(self) -> None:
+        """Add the columns and fill them."""
+        for table in LINK_TABLES:
+            name = f"differing_{table.table}"
+            for role, _ in table.sides:
+                self._connection.execute(f"ALTER TABLE {name} ADD COLUMN {role}_tolerance DOUBLE")
+            self._connection.execute(
+                f"ALTER TABLE {name} ADD COLUMN noise VARCHAR;"
+                f"ALTER TABLE {name} ADD COLUMN beyond BOOLEAN DEFAULT false"
+            )
+        self._growth()
+        self._rounding()
+        self._arriving()
+        for table in LINK_TABLES:
+            self._judge(table)
+        self._judge_losses()
+        self._judge_parameters()
+        self._judge_given()
+
+    def _rule(self) -> Rule:
+        dtypes = self._dtypes()
+        coarsest = max(dtypes, key=roundoff, default="float32")
+        unit, arithmetic = roundoff(coarsest), coarsest
+        if self._declared and PRECISIONS[self._declared] > unit:
+            unit, arithmetic = PRECISIONS[self._declared], f"products in {self._declared}"
+        row = self._connection.execute(
+            "WITH owners AS (SELECT DISTINCT root, parameter_fqn, "
+            "regexp_replace(parameter_fqn, '\\.?[^.]*$', '') AS owner, numel, shape FROM baseline.parameters "
+            "WHERE kind = 'parameter' AND point = 'before' "
+            "AND step = (SELECT min(step) FROM baseline.parameters)) "
+            "SELECT (SELECT count(DISTINCT (root, owner)) FROM owners), "
+            "(SELECT max(numel // greatest(shape[1], 1)) FROM owners WHERE len(shape) > 1), "
+            "(SELECT max(m.output_numel // greatest(o.shape[1], 1)) FROM baseline.module_calls m JOIN owners o "
+            "ON o.root = m.root AND o.owner = m.module_fqn "
+            "WHERE m.step = (SELECT min(step) FROM common) AND len(o.shape) > 1)"
+        ).fetchone()
+        layers, inner, outer = row or (0, 0, 0)
+        return Rule(unit, arithmetic, max(inner or 1, outer or 1), max(layers or 0, 1))
+
+    def _dtypes(self) -> list[str]:
+        found: set[str] = set()
+        for table in LINK_TABLES:
+            for role, _ in table.sides:
+                for side in "bc":
+                    found.update(
+                        dtype
+                        for (dtype,) in self._connection.execute(
+                            f"SELECT DISTINCT {role}_{side}_dtype FROM differing_{table.table} "
+                            f"WHERE {role}_{side}_dtype IS NOT NULL AND {role}_differs"
+                        ).fetchall()
+                    )
+        return sorted(found)
+
+    def _rounding(self) -> None:
+        """`rounding`: what the rule allows from a place of a rank's step on, by the arithmetic used so far."""
+        parts = [
+            f"SELECT rank, step, place, greatest({roundoff_sql(f'{role}_b_dtype')}, "
+            f"{roundoff_sql(f'{role}_c_dtype')}) AS unit FROM differing_{table.table} WHERE {role}_differs"
+            for table in LINK_TABLES
+            if table.table in ("inputs", "module_calls", "node_events", "gradients", "buckets")
+            for role, _ in table.sides
+        ]
+        firsts = self._connection.execute(
+            "SELECT rank, step, unit, min(place) FROM "
+            f"({' UNION ALL '.join(parts)}) WHERE unit > 0 GROUP BY ALL ORDER BY rank, step, min(place)"
+        ).fetchall()
+        least = PRECISIONS[self._declared] if self._declared else 0.0
+        rows: list[tuple[object, ...]] = []
+        last: tuple[int, int] | None = None
+        unit = 0.0
+        for rank, step, new, place in firsts:
+            if (rank, step) != last:
+                last, unit = (rank, step), max(least, 2.0**-53)
+            elif new <= unit:
+                continue
+            else:
+                rows[-1] = (*rows[-1][:3], place, *rows[-1][4:])
+            unit = max(unit, new)
+            rule = Rule(unit, "", self.rule.summands, self.rule.layers)
+            start = -1 if not rows or rows[-1][:2] != (rank, step) else place
+            numbers = [self._scale * x for x in (rule.forward(), rule.backward(), rule.norm())]
+            rows.append((rank, step, start, 2**62, unit, *numbers))
+        self._connection.execute(
+            "CREATE OR REPLACE TEMP TABLE rounding (rank INT, step BIGINT, start DOUBLE, until DOUBLE, "
+            "unit DOUBLE, forward DOUBLE, backward DOUBLE, norm DOUBLE)"
+        )
+        if rows:
+            self._connection.executemany("INSERT INTO rounding VALUES (?,?,?,?,?,?,?,?)", rows)
+
+    def _growth(self) -> None:
+        """`growth`: by how much the parameters of a rank's step differ before it, and how much its forward then does.
+
+        The parameters' is the largest of any module, whose parameters are taken together; the forward's is the larger
+        of the root's output and the median of all modules.
+        """
+        self._connection.execute(
+            "CREATE OR REPLACE TEMP TABLE growth AS WITH modules AS ("
+            "SELECT rank, step, key_root, regexp_replace(key_parameter_fqn, '\\.?[^.]*$', '') AS owner, "
+            "sqrt(sum((writes_error * greatest(writes_b_norm, writes_c_norm)) ** 2) "
+            "/ nullif(sum(greatest(writes_b_norm, writes_c_norm) ** 2), 0)) AS change "
+            "FROM differing_parameters WHERE key_point = 'before' AND only_in IS NULL GROUP BY ALL), "
+            "forward AS (SELECT rank, step, greatest(median(writes_error), "
+            "max(writes_error) FILTER (key_module_fqn = '')) AS change FROM differing_module_calls "
+            "WHERE only_in IS NULL AND writes_differs AND key_phase = 'forward' GROUP BY ALL), "
+            "received AS (SELECT rank, step, max(change) AS change FROM modules GROUP BY ALL) "
+            "SELECT r.rank, r.step, r.change AS weights, coalesce(f.change, 0) AS forward "
+            "FROM received r LEFT JOIN forward f USING (rank, step)"
+        )
+
+    def _arriving(self) -> None:
+        """`arriving`: the largest gradient that reaches a module's Nodes, what its parameters' gradients are summed
+        from; and `cancelling`: by how much normalisations so far may have amplified relative errors."""
+        norm = "greatest(reads_b_norm, reads_c_norm)"
+        out = "greatest(writes_b_norm, writes_c_norm)"
+        self._connection.execute(
+            "CREATE OR REPLACE TEMP TABLE arriving AS "
+            f"SELECT rank, step, key_root AS root, key_module_fqn AS module_fqn, max({norm}) AS norm "
+            "FROM differing_node_events WHERE key_parameter_fqn IS NULL AND key_module_fqn IS NOT NULL GROUP BY ALL"
+        )
+        self._connection.execute(
+            "CREATE OR REPLACE TEMP TABLE cancelling AS WITH calls AS ("
+            "SELECT rank, step, root, module_fqn, call_index, "
+            "max(sqrt(input_numel) / nullif(input_norm, 0)) AS gain FROM baseline.module_calls "
+            "SEMI JOIN suspects USING (rank, step) WHERE phase = 'forward' GROUP BY ALL), "
+            f"shares AS (SELECT d.rank, d.step, d.place, least(greatest(1, {norm} * c.gain / nullif({out}, 0)), "
+            f"{_MOST_AMPLIFIED}) AS share FROM differing_node_events d JOIN calls c ON c.rank = d.rank "
+            "AND c.step = d.step AND c.root = d.key_root AND c.module_fqn = d.key_module_fqn "
+            "AND c.call_index = d.key_call_index WHERE d.key_node_name LIKE '%NormBackward%' AND d.only_in IS NULL) "
+            "SELECT rank, step, place, coalesce(lead(place) OVER w, 1e18) AS until, "
+            "exp(sum(ln(share)) OVER w) AS times FROM shares WINDOW w AS (PARTITION BY rank, step ORDER BY place)"
+        )
+
+    def _judge(self, table: LinkTable) -> None:
+        if not table.sides or table.table in ("parameters", "inputs"):
+            return
+        name = f"differing_{table.table}"
+        is_forward = table.table == "module_calls"
+        base = "r.forward" if is_forward else "r.backward"
+        growth = (
+            f"{_GROWTH} * ((1 + coalesce(g.weights, 0)) ** {self.rule.layers} - 1)"
+            if is_forward
+            else f"{_GROWTH} * coalesce(g.forward, 0)"
+        )
+        amplified = "1" if is_forward else "coalesce(k.times, 1)"
+        tolerance = f"({base} + {self._scale} * {growth}) * {amplified}"
+        norm_tolerance = f"(r.norm + {self._scale} * {growth}) * {amplified}"
+        joins = (
+            f"FROM {name} d LEFT JOIN rounding r ON r.rank = d.rank AND r.step = d.step AND r.start <= d.place "
+            "AND d.place < r.until LEFT JOIN growth g ON g.rank = d.rank AND g.step = d.step "
+            "LEFT JOIN cancelling k ON k.rank = d.rank AND k.step = d.step AND k.place <= d.place AND d.place < k.until"
+        )
+        cancelled = {role: "1" for role, _ in table.sides}
+        if table.table in ("gradients", "node_events"):
+            owner = "regexp_replace(d.key_parameter_fqn, '\\.?[^.]*$', '')"
+            joins += (
+                " LEFT JOIN arriving a ON a.rank = d.rank AND a.step = d.step AND a.root IS NOT DISTINCT FROM "
+                f"d.key_root AND a.module_fqn = {owner} LEFT JOIN shapes s ON s.root = d.key_root "
+                "AND s.parameter_fqn = d.key_parameter_fqn LEFT JOIN (SELECT rank, step, max(norm) AS norm "
+                "FROM arriving GROUP BY ALL) l ON l.rank = d.rank AND l.step = d.step"
+            )
+            self._shapes()
+            for role, _ in table.sides:
+                own = f"greatest(d.{role}_b_norm, d.{role}_c_norm)"
+                floor = f"greatest(CASE WHEN s.is_flat THEN a.norm ELSE 0 END, {_NOISE_FLOOR} * l.norm)"
+                cancelled[role] = f"least(1, coalesce({own} / nullif({floor}, 0), 1))"
+        beyond, exceeds, sets = [], [], []
+        for role, _ in table.sides:
+            error, share = f"(d.{role}_error * {cancelled[role]})", f"({tolerance})"
+            lanes = f"len(d.{role}_c_sketch)"
+            decisive = (
+                f"CASE {lanes} WHEN {NODE_SKETCH_LANES} THEN {DECISIVE[NODE_SKETCH_LANES]} "
+                f"WHEN {SKETCH_LANES} THEN {DECISIVE[SKETCH_LANES]} ELSE 1 END"
+            )
+            sets.append(f"{tolerance} / {cancelled[role]} AS {role}_tolerance")
+            beyond.append(f"(d.{role}_differs AND coalesce({error} > {share}, true))")
+            exceeds.append(f"(d.{role}_differs AND coalesce({error} > {share} * {decisive}, true))")
+        if len(table.sides) == 2:
+            gain = (
+                "abs((d.writes_c_norm / nullif(d.writes_b_norm, 0)) / nullif(d.reads_c_norm / "
+                "nullif(d.reads_b_norm, 0), 0) - 1)"
+            )
+            many = "d.writes_b_numel >= 64 AND d.writes_b_numel = d.writes_c_numel"
+            lengthened = f"coalesce(d.writes_differs AND {many} AND {gain} * {cancelled['writes']} > {norm_tolerance}, false)"
+            beyond.append(lengthened)
+            exceeds.append(lengthened)
+        self._connection.execute(
+            f"CREATE OR REPLACE TEMP TABLE judged AS SELECT d.rowid AS id, {', '.join(sets)}, "
+            f"({' OR '.join(beyond)}) AS is_beyond, ({' OR '.join(exceeds)}) AS is_decisive {joins}"
+        )
+        columns = ", ".join(f"{role}_tolerance = j.{role}_tolerance" for role, _ in table.sides)
+        self._connection.execute(
+            f"UPDATE {name} d SET {columns}, beyond = d.exceeds OR j.is_beyond, "
+            "exceeds = d.exceeds OR j.is_decisive FROM judged j WHERE j.id = d.rowid"
+        )
+
+    def _shapes(self) -> None:
+        self._connection.execute(
+            "CREATE OR REPLACE TEMP TABLE shapes AS SELECT root, parameter_fqn, "
+            "bool_or(len(shape) < 2) AS is_flat FROM baseline.parameters "
+            "WHERE step = (SELECT min(step) FROM baseline.parameters) GROUP BY ALL"
+        )
+
+    def _judge_losses(self) -> None:
+        """A loss is one number, made from the last output."""
+        self._connection.execute(
+            "CREATE OR REPLACE TEMP TABLE judged AS SELECT d.rowid AS id, coalesce(abs(value_b_loss - value_c_loss) > "
+            f"greatest(abs(value_b_loss), abs(value_c_loss)) * (coalesce(r.forward, {self._scale * self.rule.forward()!r}) "
+            f"+ {self._scale * _GROWTH} * coalesce(g.forward, 0)) OR isnan(value_b_loss) <> isnan(value_c_loss), "
+            "value_b_loss IS DISTINCT FROM value_c_loss) AS apart FROM differing_backward_passes d "
+            "LEFT JOIN rounding r ON r.rank = d.rank AND r.step = d.step AND r.start <= d.place AND d.place < r.until "
+            "LEFT JOIN growth g ON g.rank = d.rank AND g.step = d.step"
+        )
+        self._connection.execute(
+            "UPDATE differing_backward_passes d SET exceeds = d.exceeds OR j.apart, beyond = d.exceeds OR j.apart "
+            "FROM judged j WHERE j.id = d.rowid"
+        )
+
+    def _judge_parameters(self) -> None:
+        """After the optimizer: the new difference, against the update and what the gradients explain of it.
+
+        Plain SGD passes a gradient's error on. An adaptive optimizer makes a whole step of the sign of a gradient that is
+        all rounding: of flat parameters (a bias in front of a softmax) any share may be, so they are not judged there.
+        """
+        self._shapes()
+        change = "d.writes_error * greatest(d.writes_b_norm, d.writes_c_norm)"
+        ulp = f"8 * greatest({roundoff_sql('d.writes_b_dtype')}, {roundoff_sql('d.writes_c_dtype')})"
+        size = "greatest(d.writes_b_norm, d.writes_c_norm)"
+        share = (
+            "CASE WHEN coalesce(k.error, 0) = 0 THEN 1e-3 "
+            f"WHEN {self._is_plain()} THEN 1e-3 + {_GROWTH} * k.error "
+            f"WHEN k.is_flat THEN {_UNJUDGED} ELSE least({_UNJUDGED}, 1e-3 + 3 * sqrt({_TURNED} * k.error)) END"
+        )
+        self._connection.execute(
+            "CREATE OR REPLACE TEMP TABLE judged AS WITH errors AS ("
+            "SELECT rank, step, key_root, key_parameter_fqn, max(writes_error) OVER (PARTITION BY rank, key_root, "
+            "key_parameter_fqn ORDER BY step) AS error FROM differing_gradients "
+            "WHERE only_in IS NULL AND key_point = 'final'), "
+            "updates AS (SELECT b.rank, b.step, b.root, b.parameter_fqn, "
+            "list_distance(b.sketch::DOUBLE[], a.sketch::DOUBLE[]) AS size FROM baseline.parameters b "
+            "JOIN baseline.parameters a USING (rank, step, root, parameter_fqn) "
+            "SEMI JOIN suspects USING (rank, step) WHERE b.point = 'before' AND a.point = 'after'), "
+            "known AS (SELECT d.rowid AS id, "
+            f"greatest(0, {change} - coalesce(before.was, 0)) AS added, {ulp} * {size} AS rounded, "
+            f"u.size AS update_size, e.error, s.is_flat, {size} AS size "
+            "FROM differing_parameters d "
+            "LEFT JOIN (SELECT rank, step, key_root, key_parameter_fqn, writes_error * "
+            "greatest(writes_b_norm, writes_c_norm) AS was FROM differing_parameters WHERE key_point = 'before') before "
+            "ON before.rank = d.rank AND before.step = d.step AND before.key_root = d.key_root "
+            "AND before.key_parameter_fqn = d.key_parameter_fqn "
+            "LEFT JOIN updates u ON u.rank = d.rank AND u.step = d.step AND u.root = d.key_root "
+            "AND u.parameter_fqn = d.key_parameter_fqn "
+            "LEFT JOIN shapes s ON s.root = d.key_root AND s.parameter_fqn = d.key_parameter_fqn "
+            "ASOF LEFT JOIN errors e ON e.rank = d.rank AND e.key_root = d.key_root "
+            "AND e.key_parameter_fqn = d.key_parameter_fqn AND d.step >= e.step "
+            "WHERE d.key_point = 'after' AND d.only_in IS NULL) "
+            f"SELECT id, coalesce(added > {self._scale} * allowed, true) AS apart, "
+            f"{self._scale} * allowed / nullif(size, 0) AS allowed FROM (SELECT *, "
+            f"rounded + coalesce(update_size, 0) * ({share}) AS allowed FROM known k)"
+        )
+        self._connection.execute(
+            "UPDATE differing_parameters d SET exceeds = d.exceeds OR j.apart, beyond = d.exceeds OR j.apart, "
+            "writes_tolerance = j.allowed FROM judged j WHERE j.id = d.rowid"
+        )
+
+    def _is_plain(self) -> str:
+        """Whether all optimizers pass a gradient on in proportion."""
+        row = self._connection.execute(
+            "SELECT coalesce(bool_and(optimizer_class IN ('SGD', 'ASGD')), false) FROM baseline.optimizer_groups"
+        ).fetchone()
+        return "true" if row is not None and row[0] else "false"
+
+    def _judge_given(self) -> None:
+        """Inputs, and parameters before a step: given, not computed. Of another dtype they are rounded once."""
+        once = (
+            "CASE WHEN writes_b_dtype <> writes_c_dtype THEN 1.01 * greatest("
+            f"{roundoff_sql('writes_b_dtype')}, {roundoff_sql('writes_c_dtype')}) ELSE 0 END"
+        )
+        self._connection.execute(
+            f"UPDATE differing_inputs SET writes_tolerance = {once}, beyond = exceeds OR "
+            f"coalesce(writes_error > {once}, true), exceeds = exceeds OR coalesce(writes_error > {once}, true)"
+        )
+        # What the last step left is judged there: here only what changed since. Buffers, which the forward
+        # changes, have no row after the optimizer: statistics are held against a far wider tolerance.
+        last = (
+            "EXISTS (SELECT 1 FROM {side}.parameters a WHERE a.rank = d.rank AND a.root = d.key_root "
+            "AND a.parameter_fqn = d.key_parameter_fqn AND a.step = d.step - 1 AND a.point = 'after'{same})"
+        )
+        same = (
+            " AND a.fingerprint = (SELECT b.fingerprint FROM {side}.parameters b WHERE b.rank = d.rank "
+            "AND b.root = d.key_root AND b.parameter_fqn = d.key_parameter_fqn AND b.step = d.step "
+            "AND b.point = 'before')"
+        )
+        kept = " AND ".join(
+            last.format(side=side, same=same.format(side=side)) for side in ("baseline", "candidate")
+        )
+        computed = (
+            f"d.step > (SELECT min(step) FROM common) AND NOT {last.format(side='baseline', same='')} "
+            "AND EXISTS (SELECT 1 FROM baseline.parameters a WHERE a.rank = d.rank AND a.root = d.key_root "
+            "AND a.parameter_fqn = d.key_parameter_fqn AND a.step = d.step AND a.kind = 'buffer')"
+        )
+        loose = f"greatest({_STATISTICS} * {self._scale * self.rule.forward()!r}, {_GROWTH} * coalesce(g.weights, 0))"
+        self._connection.execute(
+            "UPDATE differing_parameters d SET writes_tolerance = allowed, beyond = exceeds OR apart, "
+            "exceeds = exceeds OR apart FROM (SELECT id, NOT kept AND coalesce(writes_error > allowed, true) AS apart, "
+            f"allowed FROM (SELECT d.rowid AS id, d.writes_error, {kept} AS kept, CASE WHEN {computed} THEN {loose} "
+            f"ELSE {once} END AS allowed FROM differing_parameters d LEFT JOIN growth g "
+            "ON g.rank = d.rank AND g.step = d.step WHERE key_point = 'before' AND only_in IS NULL)) j "
+            "WHERE j.id = d.rowid"
+        )
+
+
+def _switched_on(run: Run) -> list[str]:
+    """The precision of products that a job's switches allow: TF32 counts where there is a device that has it, and
+    where the job asks for it."""
+    found = []
+    for info in run.ranks.values():
+        chosen = (info.facts.get("environment") or {}).get("float32_matmul_precision")
+        if chosen in ("high", "medium"):
+            found.append({"high": "tf32", "medium": "bf16"}[chosen])
+        break
+    return found
