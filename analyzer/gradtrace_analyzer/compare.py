@@ -35,16 +35,15 @@ from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.judgement import Judgement
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
+from gradtrace_analyzer.repartitioned import Sums, divisions
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
+from gradtrace_analyzer.rewritten import aside_sentence, scaled_sentence
 from gradtrace_analyzer.reports.failures import died_phrase
 from gradtrace_analyzer.run import Run, ranks_phrase
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
 WITNESS_ROWS = 8
-
-# What cannot differ by rounding: it is given to the step, not computed in it.
-_GIVEN = frozenset({"parameters", "rng", "inputs", "structure"})
 
 
 def compare(
@@ -113,6 +112,7 @@ def _compared(
             configuration=tuple(configuration),
             structure=tuple(lone),
             spread=tuple(alignment.spread()),
+            rule=judgement.rule,
             notes=(*notes, *_abandoned(alignment, origins), *_deaths(runs, origins)),
             unseen=tuple(_unseen(runs, cover, origins[0], common) if origins else ()),
             first_bits=first_bits,
@@ -124,6 +124,17 @@ def _compared(
     nothing = _nothing_to_compare(runs, ranks, steps, alignment)
     if nothing is not None:
         return answer("incomparable", nothing)
+    notes = [scaled_sentence(judgement.scaled)] if judgement.scaled else []
+    notes += [aside_sentence(judgement.aside)] if judgement.aside else []
+    parts = divisions(connection, runs)
+    if parts is not None and not exact:
+        sums = Sums(connection, parts, judgement.rule, scale).compared(common)
+        if sums.step is None:
+            return answer("within_tolerance", notes=[sums.words(), *notes])
+        own = list(sums.differences)
+        modules = {0: alignment.module_fqns(sums.step, min(ranks), 0)}
+        found = firsts(own, (), modules, exceeding=True)
+        return answer("different", origins=found, notes=[sums.words(), *notes])
     step = alignment.first_step(exceeding=False)
     failed = min((f.step for f in failures), default=None)
     if failed is not None and (step is None or failed < step):
@@ -131,21 +142,29 @@ def _compared(
     if step is None:
         if not cover.is_whole:
             return answer("incomparable", lacking_words(cover))
-        notes = _rng_notes(alignment, common) if cover.has_fingerprints else []
+        notes += _rng_notes(alignment, common) if cover.has_fingerprints else []
+        if judgement.aside:
+            return answer("within_tolerance", notes=notes)
         if any(entry["kind"] in ("module", "parameter") for entry in lone):
             return answer("different", notes=notes)
         return answer("identical", notes=notes)
 
     origins, inherited = _places(alignment, step, failures, exceeding=False)
-    reproducible = not configuration and _is_reproducible(alignment, common, step, origins)
-    if exact or reproducible or any(o.link in _GIVEN or o.difference.exceeds for o in origins):
-        return answer("different", origins=origins, inherited=inherited)
-    step = alignment.first_step(exceeding=True)
-    if step is None:
-        return answer("within_tolerance", origins=origins, inherited=inherited)
+    other_kernel = any(a.kind == "optimizer kernel" for a in judgement.aside)
+    changed = configuration or other_kernel or judgement.scaled
+    reproducible = not changed and _is_reproducible(alignment, common, step, origins)
+    beyond = alignment.first_step(exceeding=True)
+    if failed is not None and (beyond is None or failed < beyond):
+        beyond = failed
+    if exact or reproducible or (beyond == step and any(o.difference.exceeds for o in origins)):
+        return answer("different", origins=origins, inherited=inherited, notes=notes)
+    if beyond is None:
+        return answer("within_tolerance", origins=origins, inherited=inherited, notes=notes)
     first_bits = origins[0]
-    origins, inherited = _places(alignment, step, failures, exceeding=True)
-    return answer("different", origins=origins, inherited=inherited, first_bits=first_bits)
+    origins, inherited = _places(alignment, beyond, failures, exceeding=True)
+    return answer(
+        "different", origins=origins, inherited=inherited, first_bits=first_bits, notes=notes
+    )
 
 
 def _places(

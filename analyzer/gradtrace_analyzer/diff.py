@@ -19,6 +19,7 @@ from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.repeated import Repeated
 from gradtrace_analyzer.replayed import Replayed
 from gradtrace_analyzer.rescaled import Rescaled, first_rescaled
+from gradtrace_analyzer.tolerance import Rule
 
 Verdict = Literal["identical", "within_tolerance", "different", "incomparable"]
 
@@ -106,6 +107,7 @@ class Answer:
     failures: tuple[Failure, ...] = ()
     first_nonfinite: Origin | None = None
     repeated: tuple[Repeated, ...] = ()
+    rule: Rule | None = None
 
 
 def firsts(
@@ -128,7 +130,7 @@ def firsts(
     for rank in sorted({d.rank for d in differences} | set(failed)):
         own = _in_order([d for d in differences if d.rank == rank])
         if exceeding:
-            own = [d for d in own if d.exceeds and d.table != "parameters"]
+            own = [d for d in own if d.exceeds]
 
         def first_of(some: list[Difference], rank: int = rank) -> Origin:
             return _first(some, rank in rng_ranks, modules.get(rank, ()), exceeding)

@@ -12,12 +12,16 @@ from collections.abc import Mapping
 import duckdb
 
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable
+from gradtrace_analyzer.rewritten import Aside, Scaled, set_aside, unscale
 from gradtrace_analyzer.run import Run
 from gradtrace_analyzer.tolerance import DECISIVE, PRECISIONS, Rule, roundoff, roundoff_sql
 from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
 
 # By how much a relative change of the weights, or of the forward, may show in one link more than in another.
 _GROWTH = 4.0
+
+# How many times the noise that is seen in a step's forward its backward pass may show.
+_SEEN = 8.0
 
 # A gradient this much smaller than its step's largest may be what is left of a cancellation.
 _NOISE_FLOOR = 1e-3
@@ -28,6 +32,10 @@ _MOST_AMPLIFIED = 1e4
 # A whole step of an adaptive optimizer hangs on the sign of a gradient: of a relative error r, about 1.6 r of the
 # squared update turns around (the share of normal numbers below r, times four).
 _TURNED = 1.6
+
+# Nodes whose derivative jumps, and the share of normal numbers that a relative error of 1 would carry over the jump.
+_KINKED = "^(Relu|Threshold|LeakyRelu|Hard|Clamp|Max|Min|Abs|Prelu|Rrelu|Adaptive.*Max|Amax|Amin|Topk|Sort)"
+_FLIPPED = 0.64
 
 # A running statistic averages what may cancel: by how much wider its tolerance is than an output's.
 _STATISTICS = 64.0
@@ -56,6 +64,8 @@ class Judgement:
             declared += _switched_on(run)
         self._declared = max(declared, key=PRECISIONS.__getitem__, default=None)
         self.rule = self._rule()
+        self.scaled: list[Scaled] = []
+        self.aside: list[Aside] = []
 
     def write(self) -> None:
         """Add the columns and fill them."""
@@ -67,14 +77,17 @@ class Judgement:
                 f"ALTER TABLE {name} ADD COLUMN noise VARCHAR;"
                 f"ALTER TABLE {name} ADD COLUMN beyond BOOLEAN DEFAULT false"
             )
+        self.scaled = unscale(self._connection)
         self._growth()
         self._rounding()
         self._arriving()
+        self._kinks()
         for table in LINK_TABLES:
             self._judge(table)
         self._judge_losses()
         self._judge_parameters()
         self._judge_given()
+        self.aside = set_aside(self._connection)
 
     def _rule(self) -> Rule:
         dtypes = self._dtypes()
@@ -137,14 +150,14 @@ class Judgement:
             unit = max(unit, new)
             rule = Rule(unit, "", self.rule.summands, self.rule.layers)
             start = -1 if not rows or rows[-1][:2] != (rank, step) else place
-            numbers = [self._scale * x for x in (rule.forward(), rule.backward(), rule.norm())]
+            numbers = [self._scale * x for x in (rule.forward(), rule.backward(), rule.norm(), rule.layer())]
             rows.append((rank, step, start, 2**62, unit, *numbers))
         self._connection.execute(
             "CREATE OR REPLACE TEMP TABLE rounding (rank INT, step BIGINT, start DOUBLE, until DOUBLE, "
-            "unit DOUBLE, forward DOUBLE, backward DOUBLE, norm DOUBLE)"
+            "unit DOUBLE, forward DOUBLE, backward DOUBLE, norm DOUBLE, layer DOUBLE)"
         )
         if rows:
-            self._connection.executemany("INSERT INTO rounding VALUES (?,?,?,?,?,?,?,?)", rows)
+            self._connection.executemany("INSERT INTO rounding VALUES (?,?,?,?,?,?,?,?,?)", rows)
 
     def _growth(self) -> None:
         """`growth`: by how much the parameters of a rank's step differ before it, and how much its forward then does.
@@ -153,17 +166,19 @@ class Judgement:
         of the root's output and the median of all modules.
         """
         self._connection.execute(
+            "CREATE OR REPLACE TEMP TABLE seen_noise AS SELECT rank, step, greatest(median(writes_error), "
+            "max(writes_error) FILTER (key_module_fqn = '')) AS change FROM differing_module_calls "
+            "WHERE only_in IS NULL AND writes_differs AND key_phase = 'forward' AND writes_error > 0 GROUP BY ALL"
+        )
+        self._connection.execute(
             "CREATE OR REPLACE TEMP TABLE growth AS WITH modules AS ("
             "SELECT rank, step, key_root, regexp_replace(key_parameter_fqn, '\\.?[^.]*$', '') AS owner, "
             "sqrt(sum((writes_error * greatest(writes_b_norm, writes_c_norm)) ** 2) "
             "/ nullif(sum(greatest(writes_b_norm, writes_c_norm) ** 2), 0)) AS change "
             "FROM differing_parameters WHERE key_point = 'before' AND only_in IS NULL GROUP BY ALL), "
-            "forward AS (SELECT rank, step, greatest(median(writes_error), "
-            "max(writes_error) FILTER (key_module_fqn = '')) AS change FROM differing_module_calls "
-            "WHERE only_in IS NULL AND writes_differs AND key_phase = 'forward' GROUP BY ALL), "
             "received AS (SELECT rank, step, max(change) AS change FROM modules GROUP BY ALL) "
             "SELECT r.rank, r.step, r.change AS weights, coalesce(f.change, 0) AS forward "
-            "FROM received r LEFT JOIN forward f USING (rank, step)"
+            "FROM received r LEFT JOIN seen_noise f USING (rank, step)"
         )
 
     def _arriving(self) -> None:
@@ -189,6 +204,22 @@ class Judgement:
             "exp(sum(ln(share)) OVER w) AS times FROM shares WINDOW w AS (PARTITION BY rank, step ORDER BY place)"
         )
 
+    def _kinks(self) -> None:
+        """`kinked`: what elements on the wrong side of a kink may change in the gradients from there on.
+
+        Of normal numbers with a relative error m, about 0.64 m change their sign, and with it a whole element of a
+        ReLU's gradient. Where less than a hundredth of one is to be expected, none is allowed for.
+        """
+        self._connection.execute(
+            "CREATE OR REPLACE TEMP TABLE kinked AS WITH nodes AS (SELECT d.rank, d.step, d.place, "
+            f"CASE WHEN {_FLIPPED} * w.change * d.writes_b_numel > 0.01 "
+            f"THEN {_FLIPPED} * w.change + 2.0 / d.writes_b_numel ELSE 0 END AS share "
+            "FROM differing_node_events d JOIN seen_noise w "
+            f"USING (rank, step) WHERE regexp_matches(d.key_node_name, '{_KINKED}') AND d.only_in IS NULL) "
+            "SELECT rank, step, place, coalesce(lead(place) OVER w, 1e18) AS until, "
+            "2 * sqrt(sum(share) OVER w) AS extra FROM nodes WINDOW w AS (PARTITION BY rank, step ORDER BY place)"
+        )
+
     def _judge(self, table: LinkTable) -> None:
         if not table.sides or table.table in ("parameters", "inputs"):
             return
@@ -198,15 +229,28 @@ class Judgement:
         growth = (
             f"{_GROWTH} * ((1 + coalesce(g.weights, 0)) ** {self.rule.layers} - 1)"
             if is_forward
-            else f"{_GROWTH} * coalesce(g.forward, 0)"
+            else "coalesce(f.extra, 0)"
         )
         amplified = "1" if is_forward else "coalesce(k.times, 1)"
-        tolerance = f"({base} + {self._scale} * {growth}) * {amplified}"
-        norm_tolerance = f"(r.norm + {self._scale} * {growth}) * {amplified}"
+        rounding = base
+        if not is_forward:
+            rounding = (
+                f"least({base} + {self._scale * _GROWTH} * coalesce(g.forward, 0), "
+                f"coalesce(r.layer + {self._scale * _SEEN} * w.change, 1e9))"
+            )
+        tolerance = f"({rounding} + {self._scale} * {growth}) * {amplified}"
+        lengthening = (
+            growth
+            if is_forward
+            else f"({_GROWTH} * coalesce(g.forward, 0) + coalesce(f.extra, 0) ** 2)"
+        )
+        norm_tolerance = f"(r.norm + {self._scale} * {lengthening}) * {amplified}"
         joins = (
             f"FROM {name} d LEFT JOIN rounding r ON r.rank = d.rank AND r.step = d.step AND r.start <= d.place "
             "AND d.place < r.until LEFT JOIN growth g ON g.rank = d.rank AND g.step = d.step "
-            "LEFT JOIN cancelling k ON k.rank = d.rank AND k.step = d.step AND k.place <= d.place AND d.place < k.until"
+            "LEFT JOIN cancelling k ON k.rank = d.rank AND k.step = d.step AND k.place <= d.place AND d.place < k.until "
+            "LEFT JOIN seen_noise w ON w.rank = d.rank AND w.step = d.step "
+            "LEFT JOIN kinked f ON f.rank = d.rank AND f.step = d.step AND f.place <= d.place AND d.place < f.until"
         )
         cancelled = {role: "1" for role, _ in table.sides}
         if table.table in ("gradients", "node_events"):
@@ -263,7 +307,7 @@ class Judgement:
         """A loss is one number, made from the last output."""
         self._connection.execute(
             "CREATE OR REPLACE TEMP TABLE judged AS SELECT d.rowid AS id, coalesce(abs(value_b_loss - value_c_loss) > "
-            f"greatest(abs(value_b_loss), abs(value_c_loss)) * (coalesce(r.forward, {self._scale * self.rule.forward()!r}) "
+            f"greatest(abs(value_b_loss), abs(value_c_loss)) * (coalesce(r.forward, {self._scale * self.rule.forward()!r}::DOUBLE) "
             f"+ {self._scale * _GROWTH} * coalesce(g.forward, 0)) OR isnan(value_b_loss) <> isnan(value_c_loss), "
             "value_b_loss IS DISTINCT FROM value_c_loss) AS apart FROM differing_backward_passes d "
             "LEFT JOIN rounding r ON r.rank = d.rank AND r.step = d.step AND r.start <= d.place AND d.place < r.until "
@@ -284,20 +328,24 @@ class Judgement:
         change = "d.writes_error * greatest(d.writes_b_norm, d.writes_c_norm)"
         ulp = f"8 * greatest({roundoff_sql('d.writes_b_dtype')}, {roundoff_sql('d.writes_c_dtype')})"
         size = "greatest(d.writes_b_norm, d.writes_c_norm)"
+        updates = " UNION ALL ".join(
+            "SELECT b.rank, b.step, b.root, b.parameter_fqn, list_distance(b.sketch::DOUBLE[], a.sketch::DOUBLE[]) "
+            f"AS size FROM {side}.parameters b JOIN {side}.parameters a USING (rank, step, root, parameter_fqn) "
+            "SEMI JOIN suspects USING (rank, step) WHERE b.point = 'before' AND a.point = 'after' "
+            "AND len(a.sketch) = len(b.sketch)"
+            for side in ("baseline", "candidate")
+        )
         share = (
             "CASE WHEN coalesce(k.error, 0) = 0 THEN 1e-3 "
             f"WHEN {self._is_plain()} THEN 1e-3 + {_GROWTH} * k.error "
-            f"WHEN k.is_flat THEN {_UNJUDGED} ELSE least({_UNJUDGED}, 1e-3 + 3 * sqrt({_TURNED} * k.error)) END"
+            f"WHEN k.is_flat THEN {_UNJUDGED} ELSE least({_UNJUDGED}, 1e-3 + 6 * sqrt({_TURNED} * k.error)) END"
         )
         self._connection.execute(
             "CREATE OR REPLACE TEMP TABLE judged AS WITH errors AS ("
             "SELECT rank, step, key_root, key_parameter_fqn, max(writes_error) OVER (PARTITION BY rank, key_root, "
             "key_parameter_fqn ORDER BY step) AS error FROM differing_gradients "
             "WHERE only_in IS NULL AND key_point = 'final'), "
-            "updates AS (SELECT b.rank, b.step, b.root, b.parameter_fqn, "
-            "list_distance(b.sketch::DOUBLE[], a.sketch::DOUBLE[]) AS size FROM baseline.parameters b "
-            "JOIN baseline.parameters a USING (rank, step, root, parameter_fqn) "
-            "SEMI JOIN suspects USING (rank, step) WHERE b.point = 'before' AND a.point = 'after'), "
+            f"updates AS (SELECT rank, step, root, parameter_fqn, max(size) AS size FROM ({updates}) GROUP BY ALL), "
             "known AS (SELECT d.rowid AS id, "
             f"greatest(0, {change} - coalesce(before.was, 0)) AS added, {ulp} * {size} AS rounded, "
             f"u.size AS update_size, e.error, s.is_flat, {size} AS size "
@@ -357,7 +405,7 @@ class Judgement:
             "AND EXISTS (SELECT 1 FROM baseline.parameters a WHERE a.rank = d.rank AND a.root = d.key_root "
             "AND a.parameter_fqn = d.key_parameter_fqn AND a.step = d.step AND a.kind = 'buffer')"
         )
-        loose = f"greatest({_STATISTICS} * {self._scale * self.rule.forward()!r}, {_GROWTH} * coalesce(g.weights, 0))"
+        loose = f"greatest({_STATISTICS} * {self._scale * self.rule.forward()!r}::DOUBLE, {_GROWTH} * coalesce(g.weights, 0))"
         self._connection.execute(
             "UPDATE differing_parameters d SET writes_tolerance = allowed, beyond = exceeds OR apart, "
             "exceeds = exceeds OR apart FROM (SELECT id, NOT kept AND coalesce(writes_error > allowed, true) AS apart, "

@@ -14,7 +14,9 @@ constant, is the method of TTrace, arXiv 2506.09280.) Hence
     tolerance = lambda (u + u_sum sqrt(n)) sqrt(D)          for a step whose parameters are equal
               + growth                                     else: what the step received, times its depth
 
-A backward pass has the forward behind it: 2 D. What cancels (a bias in front of a normalisation has no gradient but
+A backward pass has the forward behind it: 2 D. Where the forward of the same step differs, it shows how large the noise
+of this model in this arithmetic is: a backward pass is then allowed eight times the median over the modules, and what one
+layer may add, if that is less. What cancels (a bias in front of a normalisation has no gradient but
 rounding) has no relative error worth the name: its error is held against what it was summed from.
 
 The numbers of products that are computed in fewer bits than they are kept in (TF32, scaled float8) cannot be seen in a
@@ -72,8 +74,8 @@ def roundoff(dtype: str | None) -> float:
 
 def roundoff_sql(dtype: str) -> str:
     """The same as a SQL expression over a column."""
-    cases = " ".join(f"WHEN '{name}' THEN {unit!r}" for name, unit in _ROUNDOFF.items())
-    return f"(CASE {dtype} {cases} ELSE CASE WHEN {dtype} LIKE 'float8%' THEN {2.0**-3!r} ELSE 0 END END)"
+    cases = " ".join(f"WHEN '{name}' THEN {unit!r}::DOUBLE" for name, unit in _ROUNDOFF.items())
+    return f"(CASE {dtype} {cases} ELSE CASE WHEN {dtype} LIKE 'float8%' THEN {2.0**-3!r}::DOUBLE ELSE 0 END END)"
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,10 @@ class Rule:
         """
         r = CONFIDENCE * self._of_a_layer()
         return r / 3 + r * r / 2
+
+    def layer(self) -> float:
+        """The relative error that one layer alone may add."""
+        return CONFIDENCE * self._of_a_layer()
 
     def _of_a_layer(self) -> float:
         accumulated = 0.0 if self.unit < 2.0**-40 else 2.0**-24

@@ -49,11 +49,13 @@ def explanation(answer: Answer) -> str:
         how = "bit for bit" if cover.has_fingerprints else "in norms, sums and counts"
         return f"Identical, {how}, in all that both recorded: {_extent(cover)}.{_lacking(cover)}"
     if answer.verdict == "within_tolerance":
+        if not answer.origins:
+            return f"All values that pair are identical: {_extent(cover)}.{_lacking(cover)}"
         origin = answer.origins[0]
         return (
             f"The same within rounding: the first bits differ in step {origin.step}, "
             f"{ranks_phrase(origin.ranks)}, at {place_of(origin)}, and no output, loss or "
-            f"gradient differs by more than the tolerance.{_lacking(cover)}"
+            f"gradient differs by more than the tolerance: {tolerance_words(answer)}.{_lacking(cover)}"
         )
     if not answer.origins:
         names = [f"{e['kind']} {e['name']!r} ({e['only_in']} only)" for e in answer.structure[:4]]
@@ -67,6 +69,17 @@ def explanation(answer: Answer) -> str:
         )
     others = (_inheritance(answer), _more(answer), _other_failures(answer), _nonfinite(answer))
     return said + "".join(others) + "".join(f" {repeated_sentence(r)}" for r in answer.repeated[:1])
+
+
+def tolerance_words(answer: Answer) -> str:
+    """Where the tolerance comes from, and what it is where the parameters are equal."""
+    rule = answer.rule
+    if rule is None:
+        return "any"
+    return (
+        f"rounding explains up to {rule.forward():.0e} in forward, {rule.backward():.0e} in backward "
+        f"({rule.words()}), and more as the parameters drift apart"
+    )
 
 
 def lines(answer: Answer, names: tuple[str, str]) -> Iterator[str]:

@@ -1,0 +1,122 @@
+"""Whether `diff` finds a fault, where it places it, and whether it lets a legal change pass."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradtrace_analyzer.compare import compare
+from gradtrace_analyzer.reports.diff import as_object
+from gradtrace_analyzer.run import open_run
+from support.accuracy.families import FAMILIES, Family
+from support.accuracy.faults import KINDS
+from support.accuracy.training import CHANGES, train
+
+FAULT_STEP = 1
+
+# What nothing that is recorded tells: the person who made the change has to.
+DECLARED = {"fp8 (simulated)": "fp8"}
+
+# Not possible on a CPU: oneDNN has no LSTM in float16.
+IMPOSSIBLE = {("recurrent", "fp16 with a scaler")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A candidate: a family under a change, with a fault at a place, or without one."""
+
+    family: str
+    change: str
+    place: str
+    kind: str | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What `diff` said of a case. `placed`: `exact` (the Node), `module` (the module or its neighbour), `step` (the right
+    step, another place), `elsewhere`, or None where no difference was found."""
+
+    case: Case
+    verdict: str
+    placed: str | None
+    explanation: str
+
+    @property
+    def is_found(self) -> bool:
+        return self.verdict == "different"
+
+
+def cases(count: int, seed: int = 0, changes: Sequence[str] = CHANGES) -> Iterator[Case]:
+    """Every change without a fault in every family, then `count` faults, spread over changes, kinds and families."""
+    draw = random.Random(seed)
+    possible = [(f, c) for c in changes for f in FAMILIES if (f, c) not in IMPOSSIBLE]
+    for family, change in possible:
+        yield Case(family, change, draw.choice(FAMILIES[family].places), None)
+    for n in range(count):
+        family, change = possible[n * 7 % len(possible)] if n % 2 else draw.choice(possible)
+        yield Case(family, change, draw.choice(FAMILIES[family].places), KINDS[n % len(KINDS)])
+
+
+class Laboratory:
+    """Runs cases in a directory; baselines are shared."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._baselines: dict[tuple[str, str], Path] = {}
+        self._count = 0
+
+    def outcome(self, case: Case, scale: float = 1.0) -> Outcome:
+        family = FAMILIES[case.family]
+        return self.judged(case, self.baseline(case, family), self.candidate(case, family), scale)
+
+    def baseline(self, case: Case, family: Family) -> Path:
+        key = (case.family, case.place)
+        if key not in self._baselines:
+            self._baselines[key] = self._train(family, "none", case.place, None)
+        return self._baselines[key]
+
+    def candidate(self, case: Case, family: Family) -> Path:
+        return self._train(family, case.change, case.place, case.kind)
+
+    def judged(self, case: Case, baseline: Path, candidate: Path, scale: float = 1.0) -> Outcome:
+        answer = as_object(
+            compare(
+                open_run(baseline),
+                open_run(candidate),
+                precision=DECLARED.get(case.change),
+                scale=scale,
+            )
+        )
+        first = answer["first_divergence"]
+        placed = None if first is None else _placed(case, first)
+        return Outcome(case, answer["verdict"], placed, answer["explanation"])
+
+    def _train(self, family: Family, change: str, place: str, kind: str | None) -> Path:
+        self._count += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of compiling and of second backward passes
+            return train(
+                self._directory / str(self._count),
+                family,
+                change,
+                fqn=place,
+                kind=kind,
+                fault_step=FAULT_STEP,
+            )
+
+
+def _placed(case: Case, first: dict[str, Any]) -> str:
+    if first["step"] != FAULT_STEP:
+        return "elsewhere"
+    module = first["module_fqn"]
+    if module == case.place:
+        return "exact" if first["node_name"] == "FaultyBackward" else "module"
+    if module is not None and (
+        module.startswith(f"{case.place}.") or case.place.startswith(f"{module}.")
+    ):
+        return "module"
+    return "step"
