@@ -35,7 +35,7 @@ from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.judgement import Judgement
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
-from gradtrace_analyzer.repartitioned import Sums, divisions
+from gradtrace_analyzer.repartitioned import Repartitioned, Sums, divisions
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
 from gradtrace_analyzer.rewritten import aside_sentence, scaled_sentence
@@ -52,17 +52,18 @@ def compare(
     *,
     exact: bool = False,
     precision: str | None = None,
+    repeats: Sequence[Run] = (),
     scale: float = 1.0,
 ) -> Answer:
     """The answer of `analyzer diff`. With `exact` any changed bit is a difference.
 
-    `precision` is that of matrix products on one side where no record tells it; `scale` multiplies the tolerances.
+    `repeats` are further runs of the baseline, from which noise is measured. `precision` is that of matrix products on one side where no record tells it; `scale` multiplies the tolerances.
     """
     runs = {"baseline": baseline, "candidate": candidate}
     ranks = sorted(set(baseline.ranks) & set(candidate.ranks))
     connection = connect_pair(baseline, candidate)
     try:
-        return _compared(connection, runs, ranks, exact, precision, scale)
+        return _compared(connection, runs, ranks, exact, precision, repeats, scale)
     finally:
         connection.close()
 
@@ -73,6 +74,7 @@ def _compared(
     ranks: Sequence[int],
     exact: bool,
     precision: str | None,
+    repeats: Sequence[Run],
     scale: float,
 ) -> Answer:
     unread = {side: lost_rows(connection, side, run) for side, run in runs.items()}
@@ -83,7 +85,7 @@ def _compared(
         unmatched=not asked_differently(runs) and not any(map(problems_of, runs.values())),
         torn_ends={side: torn_ends(connection, side, run) for side, run in runs.items()},
     )
-    judgement = Judgement(connection, runs, precision=precision, scale=scale)
+    judgement = Judgement(connection, runs, precision=precision, repeats=repeats, scale=scale)
     judgement.write()
     steps = alignment.steps()
     cover = cover_of(runs, ranks, steps, alignment.compared(), unread)
@@ -102,6 +104,7 @@ def _compared(
         inherited: Sequence[Origin] = (),
         notes: Sequence[str] = (),
         first_bits: Origin | None = None,
+        sums: Repartitioned | None = None,
     ) -> Answer:
         return Answer(
             verdict=verdict,
@@ -113,6 +116,8 @@ def _compared(
             structure=tuple(lone),
             spread=tuple(alignment.spread()),
             rule=judgement.rule,
+            noise=judgement.noise,
+            sums=sums,
             notes=(*notes, *_abandoned(alignment, origins), *_deaths(runs, origins)),
             unseen=tuple(_unseen(runs, cover, origins[0], common) if origins else ()),
             first_bits=first_bits,
@@ -130,11 +135,11 @@ def _compared(
     if parts is not None and not exact:
         sums = Sums(connection, parts, judgement.rule, scale).compared(common)
         if sums.step is None:
-            return answer("within_tolerance", notes=[sums.words(), *notes])
+            return answer("within_tolerance", notes=notes, sums=sums)
         own = list(sums.differences)
         modules = {0: alignment.module_fqns(sums.step, min(ranks), 0)}
         found = firsts(own, (), modules, exceeding=True)
-        return answer("different", origins=found, notes=[sums.words(), *notes])
+        return answer("different", origins=found, notes=notes, sums=sums)
     step = alignment.first_step(exceeding=False)
     failed = min((f.step for f in failures), default=None)
     if failed is not None and (step is None or failed < step):
@@ -151,12 +156,19 @@ def _compared(
 
     origins, inherited = _places(alignment, step, failures, exceeding=False)
     other_kernel = any(a.kind == "optimizer kernel" for a in judgement.aside)
-    changed = configuration or other_kernel or judgement.scaled
+    noisy = judgement.noise is not None and not judgement.noise.is_zero
+    changed = configuration or other_kernel or judgement.scaled or noisy
     reproducible = not changed and _is_reproducible(alignment, common, step, origins)
     beyond = alignment.first_step(exceeding=True)
     if failed is not None and (beyond is None or failed < beyond):
         beyond = failed
-    if exact or reproducible or (beyond == step and any(o.difference.exceeds for o in origins)):
+    quiet = judgement.noise is not None and judgement.noise.is_zero and not changed
+    if (
+        exact
+        or reproducible
+        or quiet
+        or (beyond == step and any(o.difference.exceeds for o in origins))
+    ):
         return answer("different", origins=origins, inherited=inherited, notes=notes)
     if beyond is None:
         return answer("within_tolerance", origins=origins, inherited=inherited, notes=notes)

@@ -16,6 +16,8 @@ from gradtrace_analyzer.cover import Cover
 from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
+from gradtrace_analyzer.noise import Noise
+from gradtrace_analyzer.repartitioned import Repartitioned
 from gradtrace_analyzer.repeated import Repeated
 from gradtrace_analyzer.replayed import Replayed
 from gradtrace_analyzer.rescaled import Rescaled, first_rescaled
@@ -108,6 +110,8 @@ class Answer:
     first_nonfinite: Origin | None = None
     repeated: tuple[Repeated, ...] = ()
     rule: Rule | None = None
+    noise: Noise | None = None
+    sums: Repartitioned | None = None
 
 
 def firsts(

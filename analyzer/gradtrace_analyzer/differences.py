@@ -21,7 +21,9 @@ class Change:
     tolerance: float
     baseline: Mapping[str, Any] | None
     candidate: Mapping[str, Any] | None
-    noise: str | None = None  # the run that the tolerance was measured from; None where it is a rule's
+    noise: str | None = (
+        None  # the run that the tolerance was measured from; None where it is a rule's
+    )
 
     def is_apart(self, *, exceeding: bool) -> bool:
         """Whether it differs; with `exceeding`, by more than rounding."""

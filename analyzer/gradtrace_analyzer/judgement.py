@@ -7,11 +7,12 @@ of 0.37). What a step is allowed grows with what it received: the parameters' me
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import duckdb
 
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable
+from gradtrace_analyzer.noise import Noise, measure
 from gradtrace_analyzer.rewritten import Aside, Scaled, set_aside, unscale
 from gradtrace_analyzer.run import Run
 from gradtrace_analyzer.tolerance import DECISIVE, PRECISIONS, Rule, roundoff, roundoff_sql
@@ -53,9 +54,10 @@ class Judgement:
         runs: Mapping[str, Run],
         *,
         precision: str | None = None,
+        repeats: Sequence[Run] = (),
         scale: float = 1.0,
     ) -> None:
-        """`precision` is that of the matrix products on one side, where nothing recorded tells it; `scale`
+        """`repeats` are repeats of the baseline, from which noise is measured. `precision` is that of the matrix products on one side, where nothing recorded tells it; `scale`
         multiplies every tolerance of the rule (to measure how sharp it is)."""
         self._connection = connection
         self._scale = scale
@@ -64,6 +66,9 @@ class Judgement:
             declared += _switched_on(run)
         self._declared = max(declared, key=PRECISIONS.__getitem__, default=None)
         self.rule = self._rule()
+        self._repeats = repeats
+        self._baseline = runs["baseline"]
+        self.noise: Noise | None = None
         self.scaled: list[Scaled] = []
         self.aside: list[Aside] = []
 
@@ -75,6 +80,7 @@ class Judgement:
                 self._connection.execute(f"ALTER TABLE {name} ADD COLUMN {role}_tolerance DOUBLE")
             self._connection.execute(
                 f"ALTER TABLE {name} ADD COLUMN noise VARCHAR;"
+                f"ALTER TABLE {name} ADD COLUMN given BOOLEAN; UPDATE {name} SET given = exceeds;"
                 f"ALTER TABLE {name} ADD COLUMN beyond BOOLEAN DEFAULT false"
             )
         self.scaled = unscale(self._connection)
@@ -87,6 +93,8 @@ class Judgement:
         self._judge_losses()
         self._judge_parameters()
         self._judge_given()
+        if self._repeats:
+            self.noise = measure(self._connection, self._baseline, self._repeats, self._scale)
         self.aside = set_aside(self._connection)
 
     def _rule(self) -> Rule:
@@ -150,7 +158,10 @@ class Judgement:
             unit = max(unit, new)
             rule = Rule(unit, "", self.rule.summands, self.rule.layers)
             start = -1 if not rows or rows[-1][:2] != (rank, step) else place
-            numbers = [self._scale * x for x in (rule.forward(), rule.backward(), rule.norm(), rule.layer())]
+            numbers = [
+                self._scale * x
+                for x in (rule.forward(), rule.backward(), rule.norm(), rule.layer())
+            ]
             rows.append((rank, step, start, 2**62, unit, *numbers))
         self._connection.execute(
             "CREATE OR REPLACE TEMP TABLE rounding (rank INT, step BIGINT, start DOUBLE, until DOUBLE, "
@@ -264,7 +275,9 @@ class Judgement:
             self._shapes()
             for role, _ in table.sides:
                 own = f"greatest(d.{role}_b_norm, d.{role}_c_norm)"
-                floor = f"greatest(CASE WHEN s.is_flat THEN a.norm ELSE 0 END, {_NOISE_FLOOR} * l.norm)"
+                floor = (
+                    f"greatest(CASE WHEN s.is_flat THEN a.norm ELSE 0 END, {_NOISE_FLOOR} * l.norm)"
+                )
                 cancelled[role] = f"least(1, coalesce({own} / nullif({floor}, 0), 1))"
         beyond, exceeds, sets = [], [], []
         for role, _ in table.sides:
@@ -326,7 +339,9 @@ class Judgement:
         """
         self._shapes()
         change = "d.writes_error * greatest(d.writes_b_norm, d.writes_c_norm)"
-        ulp = f"8 * greatest({roundoff_sql('d.writes_b_dtype')}, {roundoff_sql('d.writes_c_dtype')})"
+        ulp = (
+            f"8 * greatest({roundoff_sql('d.writes_b_dtype')}, {roundoff_sql('d.writes_c_dtype')})"
+        )
         size = "greatest(d.writes_b_norm, d.writes_c_norm)"
         updates = " UNION ALL ".join(
             "SELECT b.rank, b.step, b.root, b.parameter_fqn, list_distance(b.sketch::DOUBLE[], a.sketch::DOUBLE[]) "
@@ -398,7 +413,8 @@ class Judgement:
             "AND b.point = 'before')"
         )
         kept = " AND ".join(
-            last.format(side=side, same=same.format(side=side)) for side in ("baseline", "candidate")
+            last.format(side=side, same=same.format(side=side))
+            for side in ("baseline", "candidate")
         )
         computed = (
             f"d.step > (SELECT min(step) FROM common) AND NOT {last.format(side='baseline', same='')} "

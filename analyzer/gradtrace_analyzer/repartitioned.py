@@ -175,7 +175,9 @@ class Sums:
             )
             # A flat parameter's gradient may be what is left of a cancellation.
             floor = largest_arriving if is_flat else 0.0
-            found.append(_named_difference("gradients", step, name, "final", change, backward, floor))
+            found.append(
+                _named_difference("gradients", step, name, "final", change, backward, floor)
+            )
         found += self._updates(step, before)
         found.sort(key=lambda d: d.order)
         return found, factor

@@ -10,6 +10,7 @@ from gradtrace_analyzer.cover import Cover
 from gradtrace_analyzer.diff import Answer, Origin
 from gradtrace_analyzer.differences import Change
 from gradtrace_analyzer.failures import Failure
+from gradtrace_analyzer.noise import SCATTER
 from gradtrace_analyzer.reports.origins import (
     failure_clause,
     nonfinite_sentence,
@@ -21,6 +22,7 @@ from gradtrace_analyzer.reports.origins import (
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.rescaled import Rescaled
 from gradtrace_analyzer.run import ranks_phrase, spans
+from gradtrace_analyzer.tolerance import STANDARD_ERROR
 
 _LINK_PHRASE = {
     "parameters": "the parameters",
@@ -49,6 +51,11 @@ def explanation(answer: Answer) -> str:
         how = "bit for bit" if cover.has_fingerprints else "in norms, sums and counts"
         return f"Identical, {how}, in all that both recorded: {_extent(cover)}.{_lacking(cover)}"
     if answer.verdict == "within_tolerance":
+        if answer.sums is not None:
+            return (
+                f"The same within rounding: {answer.sums.words()} {_sentence(tolerance_words(answer))}."
+                f"{_lacking(cover)}"
+            )
         if not answer.origins:
             return f"All values that pair are identical: {_extent(cover)}.{_lacking(cover)}"
         origin = answer.origins[0]
@@ -67,6 +74,9 @@ def explanation(answer: Answer) -> str:
         said = said.replace(" equal", " equal within rounding") + (
             f" (The first bits differ in step {bits.step}, {ranks_phrase(bits.ranks)}, at {place_of(bits)}.)"
         )
+    said += _tolerance_here(answer)
+    if answer.sums is not None:
+        said += f" {answer.sums.words()}"
     others = (_inheritance(answer), _more(answer), _other_failures(answer), _nonfinite(answer))
     return said + "".join(others) + "".join(f" {repeated_sentence(r)}" for r in answer.repeated[:1])
 
@@ -74,12 +84,37 @@ def explanation(answer: Answer) -> str:
 def tolerance_words(answer: Answer) -> str:
     """Where the tolerance comes from, and what it is where the parameters are equal."""
     rule = answer.rule
+    if answer.noise is not None:
+        return answer.noise.words()
     if rule is None:
-        return "any"
+        return "rounding explains nothing"
     return (
         f"rounding explains up to {rule.forward():.0e} in forward, {rule.backward():.0e} in backward "
         f"({rule.words()}), and more as the parameters drift apart"
     )
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _tolerance_here(answer: Answer) -> str:
+    """What noise would explain at the origin, where the verdict hangs on it."""
+    change = answer.origins[0].change
+    measured = answer.noise is not None and not answer.noise.is_zero
+    if change is None or change.error is None or not change.tolerance:
+        return ""
+    if not measured and answer.first_bits is None and answer.sums is None:
+        return ""
+    return f" {_sentence(_explained(change, answer))}."
+
+
+def _explained(change: Change, answer: Answer) -> str:
+    if change.noise is not None and answer.noise is not None:
+        measured = change.tolerance / SCATTER
+        return f"noise here is {measured:.0e}, measured from {', '.join(answer.noise.names)}"
+    rule = f": {answer.rule.words()}" if answer.rule is not None else ""
+    return f"rounding explains up to {change.tolerance:.0e}{rule}"
 
 
 def lines(answer: Answer, names: tuple[str, str]) -> Iterator[str]:
@@ -95,7 +130,7 @@ def lines(answer: Answer, names: tuple[str, str]) -> Iterator[str]:
         )
     if answer.origins and answer.origins[0].change is not None:
         yield ""
-        yield from _numbers(answer.origins[0].change)
+        yield from _numbers(answer.origins[0].change, answer)
     if len(answer.origins) > 1:
         yield ""
         yield "Other origins in the same step:"
@@ -132,6 +167,14 @@ def as_object(answer: Answer) -> dict[str, Any]:
         "repeated": [asdict(r) for r in answer.repeated],
         "cover": _cover_object(answer.cover),
         "factor": None if first is None else first.factor,
+        "tolerance": {
+            "unit": None if answer.rule is None else answer.rule.unit,
+            "arithmetic": None if answer.rule is None else answer.rule.arithmetic,
+            "summands": None if answer.rule is None else answer.rule.summands,
+            "layers": None if answer.rule is None else answer.rule.layers,
+            "measured_from": None if answer.noise is None else list(answer.noise.names),
+            "noise": None if answer.noise is None else answer.noise.median,
+        },
         "explanation": " ".join((explanation(answer), *answer.notes)),
     }
 
@@ -172,7 +215,7 @@ def _nonfinite(answer: Answer) -> str:
     return f" {nonfinite_sentence(found)}" if found is not None else ""
 
 
-def _numbers(change: Change) -> Iterator[str]:
+def _numbers(change: Change, answer: Answer) -> Iterator[str]:
     rows = []
     for name in ("norm", "abs_max", "sum", "nan_count", "inf_count"):
         a = None if change.baseline is None else change.baseline[name]
@@ -183,11 +226,12 @@ def _numbers(change: Change) -> Iterator[str]:
     yield from table_lines(("", "baseline", "candidate"), rows)
     factor = change.factor
     if factor is not None:
-        yield f"relative error {abs(factor - 1):.2g}; rounding would explain {change.tolerance:.1g}"
+        yield f"relative error {abs(factor - 1):.2g}; {_explained(change, answer)}"
     elif change.error is not None:
         lanes = len((change.candidate or {}).get("sketch") or ())
-        how = {4: ", estimated within 37%", 16: ", estimated within 18%"}.get(lanes, "")
-        yield f"relative error {change.error:.2g}{how}; rounding would explain {change.tolerance:.1g}"
+        within = STANDARD_ERROR.get(lanes)
+        how = f", estimated within {within:.0%}" if within is not None else ""
+        yield f"relative error {change.error:.2g}{how}; {_explained(change, answer)}"
 
 
 def _spread(spread: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -82,7 +82,10 @@ class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(40, 24)
-        self.first, self.second = nn.LSTM(24, 32, batch_first=True), nn.GRU(32, 32, batch_first=True)
+        self.first, self.second = (
+            nn.LSTM(24, 32, batch_first=True),
+            nn.GRU(32, 32, batch_first=True),
+        )
         self.mix, self.head = nn.Linear(32, 32), nn.Linear(32, 40)
 
     def forward(self, tokens: Tensor) -> Any:

@@ -98,7 +98,9 @@ class Laboratory:
     def _train(self, family: Family, change: str, place: str, kind: str | None) -> Path:
         self._count += 1
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of compiling and of second backward passes
+            warnings.simplefilter(
+                "ignore"
+            )  # torch's own, of compiling and of second backward passes
             return train(
                 self._directory / str(self._count),
                 family,
