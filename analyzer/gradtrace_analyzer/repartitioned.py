@@ -36,7 +36,6 @@ class Division:
     ranks: int
     passes: int
     parameter_numel: int
-    ranks_with_input: int
     input_numel: int
 
     def words(self) -> str:
@@ -79,19 +78,18 @@ def divisions(
             f"(SELECT max(backward_count) FROM {side}.steps SEMI JOIN here USING (step)), "
             f"(SELECT coalesce(sum(numel), 0) FROM {side}.parameters SEMI JOIN here USING (step) "
             "WHERE point = 'before' AND rank = (SELECT min(rank) FROM "
-            f"{side}.parameters)), (SELECT count(DISTINCT rank) FROM {side}.inputs SEMI JOIN here USING (step)), "
+            f"{side}.parameters)), "
             f"(SELECT coalesce(sum(numel), 0) FROM {side}.inputs SEMI JOIN here USING (step) WHERE root IS NOT NULL)"
         ).fetchone()
-        passes, numel, ranks_with_input, fed = row or (0, 0, 0, 0)
+        passes, numel, fed = row or (0, 0, 0)
         found.append(
-            Division(run.world_size or len(run.ranks), passes or 0, numel, ranks_with_input, fed)
+            Division(run.world_size or len(run.ranks), passes or 0, numel, fed)
         )
     a, b = found
     if (a.ranks, a.passes, a.parameter_numel) == (b.ranks, b.passes, b.parameter_numel):
         return None
-    fed = {a.input_numel, b.input_numel}
-    is_pipeline = min(a.ranks_with_input, b.ranks_with_input) >= 1 and a.ranks != b.ranks
-    if len(fed) != 1 and not (is_pipeline and _has_stages(connection)):
+    # A stage's root is fed by another stage: what enters the model is not told from that.
+    if a.input_numel != b.input_numel and not _has_stages(connection):
         return None
     return a, b
 
@@ -119,6 +117,7 @@ class Sums:
         self._scale = scale
         self._gradient_errors: dict[str, float] = {}
         self._first_record = 0
+        self._times_as_many = 1.0
 
     def compared(self, steps: Sequence[int]) -> Repartitioned:
         """The first step with a sum beyond tolerance."""
@@ -165,8 +164,7 @@ class Sums:
             backward = min(backward, self._scale * (self._rule.layer() + 8 * grown))
         found = calls + list(self._loss(step, factor, forward))
         # A mean over a part's rows: each row's gradient is as many times larger as there are parts.
-        a, b = self._parts
-        rows_factor = factor * (b.ranks_with_input * b.passes) / (a.ranks_with_input * a.passes)
+        rows_factor = factor * self._times_as_many
         found += self._nodes(step, rows_factor, backward)
         largest_arriving = self._largest_arriving(step)
         for name, change, is_flat in self._named("gradients", step, "final"):
@@ -184,7 +182,8 @@ class Sums:
 
     def _factor(self, step: int) -> float:
         """What a part's loss and gradients are multiplied by, where that is a number of parts; else 1."""
-        means = []
+        means: list[float | None] = []
+        counts: list[int] = []
         for side in ("baseline", "candidate"):
             row = self._connection.execute(
                 f"SELECT avg(loss), count(loss) FROM {side}.backward_passes WHERE step = ? AND kind = 'backward' "
@@ -192,7 +191,9 @@ class Sums:
                 [step],
             ).fetchone()
             means.append(row[0] if row and row[1] else None)
+            counts.append(row[1] if row else 0)
         a, b = means
+        self._times_as_many = counts[1] / counts[0] if all(counts) else 1.0
         if not a or not b or b / a <= 0:
             return 1.0
         numbers = {n for part in self._parts for n in (part.ranks, part.passes)}

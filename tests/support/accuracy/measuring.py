@@ -21,8 +21,8 @@ FAULT_STEP = 1
 # What nothing that is recorded tells: the person who made the change has to.
 DECLARED = {"fp8 (simulated)": "fp8"}
 
-# Not possible on a CPU: oneDNN has no LSTM in float16.
-IMPOSSIBLE = {("recurrent", "fp16 with a scaler")}
+# oneDNN has no LSTM in float16 on a CPU; batch normalisation over microbatches is other training.
+IMPOSSIBLE = {("recurrent", "fp16 with a scaler"), ("cnn", "accumulation")}
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `diff` said of a case. `placed`: `exact` (the Node), `module` (the module or its neighbour), `step` (the right
-    step, another place), `elsewhere`, or None where no difference was found."""
+    """What `diff` said of a case.
+
+    `placed`: `exact` (the Node), `module` (the module, one inside it or the one around it), `step` (the right step,
+    another place), `elsewhere`, or None where no difference was found.
+    """
 
     case: Case
     verdict: str

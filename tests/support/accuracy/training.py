@@ -37,7 +37,7 @@ def train(
     fqn: str,
     kind: str | None = None,
     fault_step: int = 1,
-    steps: int = 3,
+    steps: int = 2,
     optimizer: str = "adamw",
     data_seed: int = 7,
 ) -> Path:
