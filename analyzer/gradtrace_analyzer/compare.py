@@ -38,8 +38,8 @@ from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.repartitioned import Repartitioned, Sums, divisions
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
-from gradtrace_analyzer.rewritten import aside_sentence, scaled_sentence
 from gradtrace_analyzer.reports.failures import died_phrase
+from gradtrace_analyzer.rewritten import aside_sentence, scaled_sentence
 from gradtrace_analyzer.run import Run, ranks_phrase
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
@@ -57,7 +57,8 @@ def compare(
 ) -> Answer:
     """The answer of `analyzer diff`. With `exact` any changed bit is a difference.
 
-    `repeats` are further runs of the baseline, from which noise is measured. `precision` is that of matrix products on one side where no record tells it; `scale` multiplies the tolerances.
+    `repeats` are further runs of the baseline, from which noise is measured. `precision` is that of matrix products
+    on one side where no record tells it; `scale` multiplies the tolerances.
     """
     runs = {"baseline": baseline, "candidate": candidate}
     ranks = sorted(set(baseline.ranks) & set(candidate.ranks))

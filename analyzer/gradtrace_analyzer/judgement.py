@@ -16,6 +16,7 @@ from gradtrace_analyzer.noise import Noise, measure
 from gradtrace_analyzer.rewritten import Aside, Scaled, set_aside, unscale
 from gradtrace_analyzer.run import Run
 from gradtrace_analyzer.tolerance import DECISIVE, PRECISIONS, Rule, roundoff, roundoff_sql
+from gradtrace_analyzer.updates import judge_given, judge_updates
 from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
 
 # By how much a relative change of the weights, or of the forward, may show in one link more than in another.
@@ -30,19 +31,9 @@ _NOISE_FLOOR = 1e-3
 # How many times a normalisation's backward pass may amplify the relative error of what it receives.
 _MOST_AMPLIFIED = 1e4
 
-# A whole step of an adaptive optimizer hangs on the sign of a gradient: of a relative error r, about 1.6 r of the
-# squared update turns around (the share of normal numbers below r, times four).
-_TURNED = 1.6
-
 # Nodes whose derivative jumps, and the share of normal numbers that a relative error of 1 would carry over the jump.
 _KINKED = "^(Relu|Threshold|LeakyRelu|Hard|Clamp|Max|Min|Abs|Prelu|Rrelu|Adaptive.*Max|Amax|Amin|Topk|Sort)"
 _FLIPPED = 0.64
-
-# A running statistic averages what may cancel: by how much wider its tolerance is than an output's.
-_STATISTICS = 64.0
-
-# More than any update differs from another of its size: twice its norm, with the estimate's error.
-_UNJUDGED = 2.5
 
 
 class Judgement:
@@ -57,8 +48,9 @@ class Judgement:
         repeats: Sequence[Run] = (),
         scale: float = 1.0,
     ) -> None:
-        """`repeats` are repeats of the baseline, from which noise is measured. `precision` is that of the matrix products on one side, where nothing recorded tells it; `scale`
-        multiplies every tolerance of the rule (to measure how sharp it is)."""
+        """`repeats` are repeats of the baseline, from which noise is measured. `precision` is that of the matrix
+        products on one side, where nothing recorded tells it; `scale` multiplies every tolerance of the rule (to
+        measure how sharp it is)."""
         self._connection = connection
         self._scale = scale
         declared = [precision] if precision else []
@@ -86,13 +78,14 @@ class Judgement:
         self.scaled = unscale(self._connection)
         self._growth()
         self._rounding()
+        self._shapes()
         self._arriving()
         self._kinks()
         for table in LINK_TABLES:
             self._judge(table)
         self._judge_losses()
-        self._judge_parameters()
-        self._judge_given()
+        judge_updates(self._connection, self._scale)
+        judge_given(self._connection, self.rule, self._scale)
         if self._repeats:
             self.noise = measure(self._connection, self._baseline, self._repeats, self._scale)
         self.aside = set_aside(self._connection)
@@ -259,7 +252,8 @@ class Judgement:
         joins = (
             f"FROM {name} d LEFT JOIN rounding r ON r.rank = d.rank AND r.step = d.step AND r.start <= d.place "
             "AND d.place < r.until LEFT JOIN growth g ON g.rank = d.rank AND g.step = d.step "
-            "LEFT JOIN cancelling k ON k.rank = d.rank AND k.step = d.step AND k.place <= d.place AND d.place < k.until "
+            "LEFT JOIN cancelling k ON k.rank = d.rank AND k.step = d.step AND k.place <= d.place AND "
+            "d.place < k.until "
             "LEFT JOIN seen_noise w ON w.rank = d.rank AND w.step = d.step "
             "LEFT JOIN kinked f ON f.rank = d.rank AND f.step = d.step AND f.place <= d.place AND d.place < f.until"
         )
@@ -272,7 +266,6 @@ class Judgement:
                 "AND s.parameter_fqn = d.key_parameter_fqn LEFT JOIN (SELECT rank, step, max(norm) AS norm "
                 "FROM arriving GROUP BY ALL) l ON l.rank = d.rank AND l.step = d.step"
             )
-            self._shapes()
             for role, _ in table.sides:
                 own = f"greatest(d.{role}_b_norm, d.{role}_c_norm)"
                 floor = (
@@ -296,7 +289,8 @@ class Judgement:
                 "nullif(d.reads_b_norm, 0), 0) - 1)"
             )
             many = "d.writes_b_numel >= 64 AND d.writes_b_numel = d.writes_c_numel"
-            lengthened = f"coalesce(d.writes_differs AND {many} AND {gain} * {cancelled['writes']} > {norm_tolerance}, false)"
+            seen = f"{gain} * {cancelled['writes']} > {norm_tolerance}"
+            lengthened = f"coalesce(d.writes_differs AND {many} AND {seen}, false)"
             beyond.append(lengthened)
             exceeds.append(lengthened)
         self._connection.execute(
@@ -320,7 +314,8 @@ class Judgement:
         """A loss is one number, made from the last output."""
         self._connection.execute(
             "CREATE OR REPLACE TEMP TABLE judged AS SELECT d.rowid AS id, coalesce(abs(value_b_loss - value_c_loss) > "
-            f"greatest(abs(value_b_loss), abs(value_c_loss)) * (coalesce(r.forward, {self._scale * self.rule.forward()!r}::DOUBLE) "
+            "greatest(abs(value_b_loss), abs(value_c_loss)) * "
+            f"(coalesce(r.forward, {self._scale * self.rule.forward()!r}::DOUBLE) "
             f"+ {self._scale * _GROWTH} * coalesce(g.forward, 0)) OR isnan(value_b_loss) <> isnan(value_c_loss), "
             "value_b_loss IS DISTINCT FROM value_c_loss) AS apart FROM differing_backward_passes d "
             "LEFT JOIN rounding r ON r.rank = d.rank AND r.step = d.step AND r.start <= d.place AND d.place < r.until "
@@ -329,106 +324,6 @@ class Judgement:
         self._connection.execute(
             "UPDATE differing_backward_passes d SET exceeds = d.exceeds OR j.apart, beyond = d.exceeds OR j.apart "
             "FROM judged j WHERE j.id = d.rowid"
-        )
-
-    def _judge_parameters(self) -> None:
-        """After the optimizer: the new difference, against the update and what the gradients explain of it.
-
-        Plain SGD passes a gradient's error on. An adaptive optimizer makes a whole step of the sign of a gradient that is
-        all rounding: of flat parameters (a bias in front of a softmax) any share may be, so they are not judged there.
-        """
-        self._shapes()
-        change = "d.writes_error * greatest(d.writes_b_norm, d.writes_c_norm)"
-        ulp = (
-            f"8 * greatest({roundoff_sql('d.writes_b_dtype')}, {roundoff_sql('d.writes_c_dtype')})"
-        )
-        size = "greatest(d.writes_b_norm, d.writes_c_norm)"
-        updates = " UNION ALL ".join(
-            "SELECT b.rank, b.step, b.root, b.parameter_fqn, list_distance(b.sketch::DOUBLE[], a.sketch::DOUBLE[]) "
-            f"AS size FROM {side}.parameters b JOIN {side}.parameters a USING (rank, step, root, parameter_fqn) "
-            "SEMI JOIN suspects USING (rank, step) WHERE b.point = 'before' AND a.point = 'after' "
-            "AND len(a.sketch) = len(b.sketch)"
-            for side in ("baseline", "candidate")
-        )
-        share = (
-            "CASE WHEN coalesce(k.error, 0) = 0 THEN 1e-3 "
-            f"WHEN {self._is_plain()} THEN 1e-3 + {_GROWTH} * k.error "
-            f"WHEN k.is_flat THEN {_UNJUDGED} ELSE least({_UNJUDGED}, 1e-3 + 6 * sqrt({_TURNED} * k.error)) END"
-        )
-        self._connection.execute(
-            "CREATE OR REPLACE TEMP TABLE judged AS WITH errors AS ("
-            "SELECT rank, step, key_root, key_parameter_fqn, max(writes_error) OVER (PARTITION BY rank, key_root, "
-            "key_parameter_fqn ORDER BY step) AS error FROM differing_gradients "
-            "WHERE only_in IS NULL AND key_point = 'final'), "
-            f"updates AS (SELECT rank, step, root, parameter_fqn, max(size) AS size FROM ({updates}) GROUP BY ALL), "
-            "known AS (SELECT d.rowid AS id, "
-            f"greatest(0, {change} - coalesce(before.was, 0)) AS added, {ulp} * {size} AS rounded, "
-            f"u.size AS update_size, e.error, s.is_flat, {size} AS size "
-            "FROM differing_parameters d "
-            "LEFT JOIN (SELECT rank, step, key_root, key_parameter_fqn, writes_error * "
-            "greatest(writes_b_norm, writes_c_norm) AS was FROM differing_parameters WHERE key_point = 'before') before "
-            "ON before.rank = d.rank AND before.step = d.step AND before.key_root = d.key_root "
-            "AND before.key_parameter_fqn = d.key_parameter_fqn "
-            "LEFT JOIN updates u ON u.rank = d.rank AND u.step = d.step AND u.root = d.key_root "
-            "AND u.parameter_fqn = d.key_parameter_fqn "
-            "LEFT JOIN shapes s ON s.root = d.key_root AND s.parameter_fqn = d.key_parameter_fqn "
-            "ASOF LEFT JOIN errors e ON e.rank = d.rank AND e.key_root = d.key_root "
-            "AND e.key_parameter_fqn = d.key_parameter_fqn AND d.step >= e.step "
-            "WHERE d.key_point = 'after' AND d.only_in IS NULL) "
-            f"SELECT id, coalesce(added > {self._scale} * allowed, true) AS apart, "
-            f"{self._scale} * allowed / nullif(size, 0) AS allowed FROM (SELECT *, "
-            f"rounded + coalesce(update_size, 0) * ({share}) AS allowed FROM known k)"
-        )
-        self._connection.execute(
-            "UPDATE differing_parameters d SET exceeds = d.exceeds OR j.apart, beyond = d.exceeds OR j.apart, "
-            "writes_tolerance = j.allowed FROM judged j WHERE j.id = d.rowid"
-        )
-
-    def _is_plain(self) -> str:
-        """Whether all optimizers pass a gradient on in proportion."""
-        row = self._connection.execute(
-            "SELECT coalesce(bool_and(optimizer_class IN ('SGD', 'ASGD')), false) FROM baseline.optimizer_groups"
-        ).fetchone()
-        return "true" if row is not None and row[0] else "false"
-
-    def _judge_given(self) -> None:
-        """Inputs, and parameters before a step: given, not computed. Of another dtype they are rounded once."""
-        once = (
-            "CASE WHEN writes_b_dtype <> writes_c_dtype THEN 1.01 * greatest("
-            f"{roundoff_sql('writes_b_dtype')}, {roundoff_sql('writes_c_dtype')}) ELSE 0 END"
-        )
-        self._connection.execute(
-            f"UPDATE differing_inputs SET writes_tolerance = {once}, beyond = exceeds OR "
-            f"coalesce(writes_error > {once}, true), exceeds = exceeds OR coalesce(writes_error > {once}, true)"
-        )
-        # What the last step left is judged there: here only what changed since. Buffers, which the forward
-        # changes, have no row after the optimizer: statistics are held against a far wider tolerance.
-        last = (
-            "EXISTS (SELECT 1 FROM {side}.parameters a WHERE a.rank = d.rank AND a.root = d.key_root "
-            "AND a.parameter_fqn = d.key_parameter_fqn AND a.step = d.step - 1 AND a.point = 'after'{same})"
-        )
-        same = (
-            " AND a.fingerprint = (SELECT b.fingerprint FROM {side}.parameters b WHERE b.rank = d.rank "
-            "AND b.root = d.key_root AND b.parameter_fqn = d.key_parameter_fqn AND b.step = d.step "
-            "AND b.point = 'before')"
-        )
-        kept = " AND ".join(
-            last.format(side=side, same=same.format(side=side))
-            for side in ("baseline", "candidate")
-        )
-        computed = (
-            f"d.step > (SELECT min(step) FROM common) AND NOT {last.format(side='baseline', same='')} "
-            "AND EXISTS (SELECT 1 FROM baseline.parameters a WHERE a.rank = d.rank AND a.root = d.key_root "
-            "AND a.parameter_fqn = d.key_parameter_fqn AND a.step = d.step AND a.kind = 'buffer')"
-        )
-        loose = f"greatest({_STATISTICS} * {self._scale * self.rule.forward()!r}::DOUBLE, {_GROWTH} * coalesce(g.weights, 0))"
-        self._connection.execute(
-            "UPDATE differing_parameters d SET writes_tolerance = allowed, beyond = exceeds OR apart, "
-            "exceeds = exceeds OR apart FROM (SELECT id, NOT kept AND coalesce(writes_error > allowed, true) AS apart, "
-            f"allowed FROM (SELECT d.rowid AS id, d.writes_error, {kept} AS kept, CASE WHEN {computed} THEN {loose} "
-            f"ELSE {once} END AS allowed FROM differing_parameters d LEFT JOIN growth g "
-            "ON g.rank = d.rank AND g.step = d.step WHERE key_point = 'before' AND only_in IS NULL)) j "
-            "WHERE j.id = d.rowid"
         )
 
 

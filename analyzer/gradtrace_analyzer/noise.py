@@ -1,9 +1,9 @@
 """What run-to-run noise really is: measured from repeats of the baseline, per link and module, and over the steps.
 
-A repeat is the same training again: where it differs from the baseline, that is noise. A link's noise at a module is the
-largest relative error of its rows there, up to the step in question: noise grows, and a step with little of it promises
-nothing. Between two repeats it scatters, so that a multiple of it is allowed; what never differed in a repeat, of a kind
-that does differ elsewhere in it, is allowed what the kind shows in the median.
+A repeat is the same training again: where it differs from the baseline, that is noise. A link's noise at a module
+is the largest relative error of its rows there, up to the step in question: noise grows, and a step with little of
+it promises nothing. Between two repeats it scatters, so that a multiple of it is allowed; what never differed in a
+repeat, of a kind that does differ elsewhere in it, is allowed what the kind shows in the median.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from gradtrace_analyzer.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.rewritten import unscale
 from gradtrace_analyzer.run import Run
 
-# By how much one measurement of noise may lie below another: the ratio of two norms of random vectors with few independent
+# By how much one measurement of noise may lie below another: the ratio of two norms of random vectors with few
+# independent
 # parts, and the sketches' standard error on both sides.
 SCATTER = 4.0
 
@@ -61,9 +62,9 @@ def measure(
     The noise tables are small (a row per link, place and step that has a larger error than any before).
     """
     errors: list[float] = []
-    for table in _PLACES:
+    for name in _PLACES:
         connection.execute(
-            f"CREATE OR REPLACE TEMP TABLE noise_{table} (place VARCHAR, kind VARCHAR, role VARCHAR, step BIGINT, "
+            f"CREATE OR REPLACE TEMP TABLE noise_{name} (place VARCHAR, kind VARCHAR, role VARCHAR, step BIGINT, "
             "error DOUBLE)"
         )
     for repeat in repeats:

@@ -2,8 +2,8 @@
 
 Rows do not pair one to one then, but what they add up to does. Activations and the gradients that reach Nodes are parts
 of one batch: squared norms, sums and counts of the parts add up to the whole's. Parameters and final gradients pair by
-their name: replicas are equal, shards add up. Loss and gradients may be divided by the number of parts: a factor that is
-a number of parts is legal where the final gradients agree.
+their name: replicas are equal, shards add up. Loss and gradients may be divided by the number of parts: a factor
+that is a number of parts is legal where the final gradients agree.
 
 Without a sketch of the whole (which shards at unknown places do not give) an error is estimated from its norm and its
 sum, of which the sum is a sketch of one lane: what permutes rows is not seen there.
@@ -21,12 +21,12 @@ import duckdb
 from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.run import Run
 from gradtrace_analyzer.tolerance import Rule, roundoff
+from gradtrace_analyzer.wholes import SUMMED, change_of_sums, held_against, whole
 
 # By how much a growing difference of the parameters may show in a link.
 _GROWTH = 4.0
 # A norm and a sum are worth less than a sketch: an estimate counts from this many tolerances on.
 _DECISIVE = 3.0
-_STATISTICS = ("numel", "norm", "abs_max", "sum", "nan_count", "inf_count")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Repartitioned:
             self.factor != 1
         )
         return (
-            f"The work is divided otherwise: {a.words()} in the baseline, {b.words()} in the candidate. Sums over ranks "
+            f"The work is divided otherwise: {a.words()} in the baseline, {b.words()} in the candidate. "
+            "Sums over ranks "
             f"and microbatches were compared: {counts}; the largest relative error is {self.largest:.1e}.{scaled}"
         )
 
@@ -82,9 +83,7 @@ def divisions(
             f"(SELECT coalesce(sum(numel), 0) FROM {side}.inputs SEMI JOIN here USING (step) WHERE root IS NOT NULL)"
         ).fetchone()
         passes, numel, fed = row or (0, 0, 0)
-        found.append(
-            Division(run.world_size or len(run.ranks), passes or 0, numel, fed)
-        )
+        found.append(Division(run.world_size or len(run.ranks), passes or 0, numel, fed))
     a, b = found
     if (a.ranks, a.passes, a.parameter_numel) == (b.ranks, b.passes, b.parameter_numel):
         return None
@@ -266,7 +265,7 @@ class Sums:
             for side in ("baseline", "candidate")
         ]
         on = " AND ".join(f"b.{k} IS NOT DISTINCT FROM c.{k}" for k in key)
-        columns = ", ".join(f"{s}.{p}{x}" for p in prefixes for x in _STATISTICS for s in "bc")
+        columns = ", ".join(f"{s}.{p}{x}" for p in prefixes for x in SUMMED for s in "bc")
         rows = self._connection.execute(
             f"SELECT {', '.join(f'b.{k}' for k in key)}, b.record, {columns} FROM ({sides[0]}) b JOIN ({sides[1]}) c "
             f"ON {on} ORDER BY b.record"
@@ -274,9 +273,10 @@ class Sums:
         found = []
         for row in rows:
             numbers = row[len(key) + 1 :]
-            width = 2 * len(_STATISTICS)
+            width = 2 * len(SUMMED)
             changes = [
-                _change(numbers[n * width : (n + 1) * width], factor, allowed) for n in range(2)
+                change_of_sums(numbers[n * width : (n + 1) * width], factor, allowed)
+                for n in range(2)
             ]
             reads, writes = changes
             apart = any(c is not None and _is_decisive(c) for c in changes)
@@ -322,10 +322,10 @@ class Sums:
             held.append(by_name)
         found = []
         for name in [n for n in held[0] if n in held[1]]:
-            a, b = (_whole(side[name], other[name]) for side, other in (held, held[::-1]))
+            a, b = (whole(side[name], other[name]) for side, other in (held, held[::-1]))
             if a is None or b is None or a["numel"] != b["numel"]:
                 continue
-            found.append((name, _compared(a, b), bool(a["is_flat"])))
+            found.append((name, held_against(a, b), bool(a["is_flat"])))
         return found
 
     def _updates(self, step: int, before: Sequence[tuple[str, Change, bool]]) -> list[Difference]:
@@ -401,61 +401,3 @@ def _is_decisive(change: Change) -> bool:
     if not change.differs:
         return False
     return change.error is None or change.error > _DECISIVE * change.tolerance
-
-
-def _whole(
-    rows: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]]
-) -> dict[str, Any] | None:
-    """One parameter of a side: a replica, or the sum of its shards where that is the other side's size."""
-    names = ("numel", "norm", "abs_max", "sum", "nan_count", "inf_count", "sketch", "dtype")
-    sizes = {row[0] for row in rows}
-    other_sizes = {sum(row[0] for row in others), others[0][0]}
-    first = dict(zip((*names, "fingerprint", "is_flat"), rows[0], strict=False))
-    if len(sizes) == 1 and rows[0][0] in other_sizes and rows[0][0] >= others[0][0]:
-        return first
-    total = sum(row[0] for row in rows)
-    if total not in other_sizes or any(row[1] is None for row in rows if row[0]):
-        return None
-    parts = [dict(zip(names, row, strict=False)) for row in rows if row[0]]
-    return {
-        **first,
-        "numel": total,
-        "norm": math.sqrt(sum(p["norm"] ** 2 for p in parts)),
-        "abs_max": max(p["abs_max"] for p in parts),
-        "sum": math.fsum(p["sum"] for p in parts),
-        "nan_count": sum(p["nan_count"] for p in parts),
-        "inf_count": sum(p["inf_count"] for p in parts),
-        "sketch": None,
-        "fingerprint": None,
-        "is_flat": rows[0][9],
-    }
-
-
-def _compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Change:
-    differs = a["fingerprint"] is None or a["fingerprint"] != b["fingerprint"]
-    return Change(differs, _error(a, b) if differs else 0.0, 0.0, a, b)
-
-
-def _error(a: Mapping[str, Any], b: Mapping[str, Any]) -> float | None:
-    if any((a[s] or 0) != (b[s] or 0) for s in ("nan_count", "inf_count")):
-        return None
-    larger = max(a["norm"] or 0.0, b["norm"] or 0.0)
-    if not larger:
-        return 0.0
-    s, t = a.get("sketch"), b.get("sketch")
-    if s and t and len(s) == len(t):
-        return math.dist(s, t) / larger
-    return max(abs(a["norm"] - b["norm"]), abs(a["sum"] - b["sum"])) / larger
-
-
-def _change(numbers: Sequence[Any], factor: float, allowed: float) -> Change | None:
-    """The change of a sum, the candidate's divided by the factor; None where the wholes are of other sizes."""
-    a = dict(zip(_STATISTICS, numbers[::2], strict=True))
-    b = dict(zip(_STATISTICS, numbers[1::2], strict=True))
-    if a["norm"] is None or b["norm"] is None or a["numel"] != b["numel"] or not a["numel"]:
-        return None
-    for name in ("norm", "abs_max", "sum"):
-        b[name] /= factor
-    error = _error(a, b)
-    # A sum of numbers that cancel is judged by their norm: no less than rounding of a sum can show.
-    return Change(error != 0.0, error, allowed, {**a, "dtype": None}, {**b, "dtype": None})

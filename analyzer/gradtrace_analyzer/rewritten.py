@@ -1,7 +1,8 @@
 """What a legal change of the code leaves behind: rows of one side alone, and gradients scaled for a while.
 
 Casts of mixed precision, forwards that are recomputed, Nodes that a compiler fused, an optimizer's other kernel: where
-what the optimizer saw agrees, they are set aside, so that the comparison goes on around them. They are counted and named.
+what the optimizer saw agrees, they are set aside, so that the comparison goes on around them. They are counted and
+named.
 """
 
 from __future__ import annotations
@@ -164,6 +165,7 @@ def scaled_sentence(found: Sequence[Scaled]) -> str:
     """That a loss scale was divided out."""
     first = found[0]
     return (
-        f"The candidate's loss and gradients are {first.factor:g} times the baseline's until they are unscaled, from step "
+        f"The candidate's loss and gradients are {first.factor:g} times the baseline's until they are "
+        "unscaled, from step "
         f"{first.first_step} on (a loss scale): they were compared, and are shown, divided by it."
     )

@@ -3,20 +3,20 @@
 One rounding errs by at most the unit roundoff u of its format. n of them in one sum err by about sqrt(n) u of what is
 summed, not n u: rounding errors are as good as independent, of mean zero, and the bound lambda sqrt(n) u fails with
 probability 2 exp(-lambda^2 / 2) for each (Higham and Mary, "A new approach to probabilistic rounding error analysis",
-SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4). A layer rounds its result in the format in which it is kept, and its sum in
-the format in which it is accumulated (float32, also for narrower formats); D layers in a row add up as independent errors
-do, like sqrt(D), as long as each amplifies what it receives by about one. (Worst-case analyses of whole networks give
-the product of the layers' amplifications instead: Bernstein and others, "On the distance between two neural networks and
-the stability of learning", 2020, which also gives what a relative change d of each layer's weights does to the output:
-(1 + d)^D - 1. That training compares to a reference with thresholds that follow from such perturbations, not from a
-constant, is the method of TTrace, arXiv 2506.09280.) Hence
+SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4). A layer rounds its result in the format in which it is kept, and its
+sum in the format in which it is accumulated (float32, also for narrower formats); D layers in a row add up as
+independent errors do, like sqrt(D), as long as each amplifies what it receives by about one. (Worst-case analyses
+of whole networks give the product of the layers' amplifications instead: Bernstein and others, "On the distance
+between two neural networks and the stability of learning", 2020, which also gives what a relative change d of each
+layer's weights does to the output: (1 + d)^D - 1. That training compares to a reference with thresholds that follow
+from such perturbations, not from a constant, is the method of TTrace, arXiv 2506.09280.) Hence
 
     tolerance = lambda (u + u_sum sqrt(n)) sqrt(D)          for a step whose parameters are equal
               + growth                                     else: what the step received, times its depth
 
 A backward pass has the forward behind it: 2 D. Where the forward of the same step differs, it shows how large the noise
-of this model in this arithmetic is: a backward pass is then allowed eight times the median over the modules, and what one
-layer may add, if that is less. What cancels (a bias in front of a normalisation has no gradient but
+of this model in this arithmetic is: a backward pass is then allowed eight times the median over the modules, and
+what one layer may add, if that is less. What cancels (a bias in front of a normalisation has no gradient but
 rounding) has no relative error worth the name: its error is held against what it was summed from.
 
 The numbers of products that are computed in fewer bits than they are kept in (TF32, scaled float8) cannot be seen in a

@@ -17,7 +17,7 @@ class Products(TorchDispatchMode):
     """Computes matrix products in another way, below autograd: the Nodes are the same."""
 
     def __init__(self, product: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._product = product
 
     def __torch_dispatch__(

@@ -10,7 +10,14 @@ from support.accuracy.measuring import Case, Laboratory, Outcome
 from support.launcher import TESTS, run_job
 
 MODES = {"two ranks (DDP)": "ddp", "FSDP2": "fsdp", "pipeline": "pipeline"}
-_KINDS = ("times 1.01", "sign flipped", "one row zeroed", "batch rolled", "one NaN", "a stale value")
+_KINDS = (
+    "times 1.01",
+    "sign flipped",
+    "one row zeroed",
+    "batch rolled",
+    "one NaN",
+    "a stale value",
+)
 _PLACES = ("blocks.0.attn.out", "blocks.1.mlp.0", "blocks.2.norm1")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ class Mixture(nn.Module):
 def _mlp() -> nn.Module:
     widths = (32, 96, 96, 96, 10)
     layers: list[nn.Module] = []
-    for a, b in zip(widths, widths[1:], strict=False):
+    for a, b in itertools.pairwise(widths):
         layers += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -163,6 +164,8 @@ def _in_blocks(count: int) -> tuple[str, ...]:
     return tuple(f"blocks.{n}.{p}".rstrip(".") for n in range(count) for p in _OF_A_BLOCK)
 
 
+_EXPERTS = tuple(f"experts.{n}.{m}" for n in range(4) for m in range(3))
+
 FAMILIES = {
     family.name: family
     for family in (
@@ -180,8 +183,7 @@ FAMILIES = {
             "mixture",
             Mixture,
             _vectors(24),
-            ("stem", "gate", *(f"experts.{n}.{m}" for n in range(4) for m in range(3)))
-            + ("side.0", "side.2", "norm", "head"),
+            ("stem", "gate", *_EXPERTS, "side.0", "side.2", "norm", "head"),
         ),
     )
 }

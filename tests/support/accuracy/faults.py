@@ -95,5 +95,5 @@ def make_faulty(model: nn.Module, fqn: str, kind: str | None, step: int) -> Plac
         kept, lost = Faulty.apply(inner(*arguments, **keywords), place)  # type: ignore[no-untyped-call]
         return kept + (lost - lost.detach())  # the value is the same: nothing is added
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     return place

@@ -60,15 +60,16 @@ def operating(by_scale: Mapping[float, Sequence[Outcome]]) -> Iterator[str]:
 
 PAGE = """# How accurate `analyzer diff` is
 
-Made by `scripts/accuracy` ({count} comparisons on small models, CPU, torch {torch}). Each case trains a model twice: a sound
-baseline, and a candidate under a legal change, half of the time with a fault in the backward pass of one module at step 1.
-Nothing but the two recordings is given to `diff`; `fp8` alone is declared (`--precision fp8`), since no dtype tells it.
+Made by `scripts/accuracy` ({count} comparisons on small models, CPU, torch {torch}). Each case trains a model
+twice: a sound baseline, and a candidate under a legal change, half of the time with a fault in the backward pass of
+one module at step 1. Nothing but the two recordings is given to `diff`; `fp8` alone is declared (`--precision
+fp8`), since no dtype tells it.
 
-- **at the Node**: step, module and Node are those of the fault. **In the module**: step right, and the module, one inside it
-  or the one around it. **Elsewhere**: a difference was reported, of another place.
+- **at the Node**: step, module and Node are those of the fault. **In the module**: step right, and the module, one
+  inside it or the one around it. **Elsewhere**: a difference was reported, of another place.
 - A sound run is a false alarm when the verdict is `different`.
-- Tolerances follow from dtype, sums, depth and the noise that a step's forward shows (see the docstring of `tolerance.py`);
-  no `--noise` run was given. With one they are narrower.
+- Tolerances follow from dtype, sums, depth and the noise that a step's forward shows (see the docstring of
+  `tolerance.py`); no `--noise` run was given. With one they are narrower.
 
 ## By change
 
@@ -97,14 +98,14 @@ bits.)
 
 - A fault smaller than the rounding of a legal change is not told from it: one unit in the last place is found where the
   rest of the job is equal bit for bit, and nowhere else; one element by 1% is found in float32, not in half precision.
-- In fp8 noise is 6% and more: a factor of 1.01 is lost in it. In bf16 and fp16 a factor is told by norms, which rounding hardly
-  changes; a wrong direction of that size is not.
-- Where the work is divided otherwise (accumulation, ranks, shards, stages) sums over the parts are compared. What permutes the
-  rows of a batch keeps norm and sum of a gradient: it shows only in the gradients of parameters, at the module.
-- Batch normalisation over other microbatches is other training, and is reported as `different`.
+- In fp8 noise is 6% and more: a factor of 1.01 is lost in it. In bf16 and fp16 a factor is told by norms, which
+  rounding hardly changes; a wrong direction of that size is not.
+- Where the work is divided otherwise (accumulation, ranks, shards, stages) sums over the parts are compared. What
+  permutes the rows of a batch keeps norm and sum of a gradient: it shows only in the gradients of parameters, at
+the module. - Batch normalisation over other microbatches is other training, and is reported as `different`.
 - Compiled code has one Node for many: a fault inside is placed at the first parameter or module that shows it.
-- CPU against GPU was simulated (exact sums, rounded once), and so was TF32 (factors rounded to 10 bits) and fp8 (e4m3 with a
-  scale for each tensor). No device was at hand.
-- The models are small, the steps two. Long runs, in which noise has grown to the size of the training itself, are compared
-  to where they part by more than their parameters' drift explains; later nothing is claimed.
+- CPU against GPU was simulated (exact sums, rounded once), and so was TF32 (factors rounded to 10 bits) and fp8
+  (e4m3 with a scale for each tensor). No device was at hand.
+- The models are small, the steps two. Long runs, in which noise has grown to the size of the training itself, are
+  compared to where they part by more than their parameters' drift explains; later nothing is claimed.
 """

@@ -113,4 +113,4 @@ def _checkpoint(module: nn.Module) -> None:
     def forward(*arguments: Any) -> Any:
         return checkpoint(inner, *arguments, use_reentrant=False)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward

@@ -1,6 +1,7 @@
 """Trains a GPT on two ranks, once for each case on the command line: `mode|place|kind|directory`.
 
-Modes: `ddp`, `fsdp` (FSDP2), `pipeline` (two stages, GPipe, four microbatches). The global batch is that of one process.
+Modes: `ddp`, `fsdp` (FSDP2), `pipeline` (two stages, GPipe, four microbatches). The global batch is that of one
+process.
 """
 
 import copy
