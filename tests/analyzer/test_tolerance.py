@@ -153,7 +153,7 @@ def test_declared_precision_allows_what_it_rounds(tmp_path: Path) -> None:
 
 def test_switches_of_the_job_tell_its_precision(tmp_path: Path) -> None:
     a = run(tmp_path / "a")
-    facts = {"environment": {"num_threads": 1, "float32_matmul_precision": "high"}}
+    facts: dict[str, Any] = {"environment": {"num_threads": 1, "float32_matmul_precision": "high"}}
     b = run(tmp_path / "b", forward=2e-4, backward=3e-4, **facts)
     code, answer = asked("diff", a, b, "--format", "json")
     assert (code, answer["verdict"]) == (0, "within_tolerance") and "tf32" in answer["explanation"]

@@ -1,4 +1,4 @@
-"""A sample of what scripts/accuracy measures: legal changes pass, and faults hidden in them are found where they are."""
+"""A sample of what scripts/accuracy measures: legal changes pass, faults hidden in them are found where they are."""
 
 from __future__ import annotations
 
