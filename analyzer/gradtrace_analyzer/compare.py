@@ -86,7 +86,9 @@ def _compared(
         unmatched=not asked_differently(runs) and not any(map(problems_of, runs.values())),
         torn_ends={side: torn_ends(connection, side, run) for side, run in runs.items()},
     )
-    judgement = Judgement(connection, runs, precision=precision, repeats=repeats, scale=scale)
+    judgement = Judgement(
+        connection, runs, precision=precision, repeats=repeats, exact=exact, scale=scale
+    )
     judgement.write()
     steps = alignment.steps()
     cover = cover_of(runs, ranks, steps, alignment.compared(), unread)
@@ -119,6 +121,8 @@ def _compared(
             rule=judgement.rule,
             noise=judgement.noise,
             sums=sums,
+            aside=tuple(judgement.aside),
+            scaled=tuple(judgement.scaled),
             notes=(*notes, *_abandoned(alignment, origins), *_deaths(runs, origins)),
             unseen=tuple(_unseen(runs, cover, origins[0], common) if origins else ()),
             first_bits=first_bits,

@@ -21,6 +21,7 @@ from gradtrace_analyzer.repartitioned import Repartitioned
 from gradtrace_analyzer.repeated import Repeated
 from gradtrace_analyzer.replayed import Replayed
 from gradtrace_analyzer.rescaled import Rescaled, first_rescaled
+from gradtrace_analyzer.rewritten import Aside, Scaled
 from gradtrace_analyzer.tolerance import Rule
 
 Verdict = Literal["identical", "within_tolerance", "different", "incomparable"]
@@ -92,7 +93,9 @@ class Answer:
     `unseen` is what lies in front of the origin and was not compared. `first_bits` is the first difference of
     all, where the origin is only the first beyond tolerance. `failures` are the exceptions that left a backward
     pass on one side alone, `first_nonfinite` the first value that is finite on one side alone, `repeated` the
-    Nodes that a pass of one side alone ran again, with a multiple of what arrived before.
+    Nodes that a pass of one side alone ran again, with a multiple of what arrived before. `rule` and `noise` are
+    where the tolerances come from, `sums` what was compared where the work is divided otherwise, `aside` the rows
+    of one side alone that change nothing, `scaled` the loss scales that were divided out.
     """
 
     verdict: Verdict
@@ -112,6 +115,8 @@ class Answer:
     rule: Rule | None = None
     noise: Noise | None = None
     sums: Repartitioned | None = None
+    aside: tuple[Aside, ...] = ()
+    scaled: tuple[Scaled, ...] = ()
 
 
 def firsts(

@@ -46,16 +46,22 @@ class Judgement:
         *,
         precision: str | None = None,
         repeats: Sequence[Run] = (),
+        exact: bool = False,
         scale: float = 1.0,
     ) -> None:
-        """`repeats` are repeats of the baseline, from which noise is measured. `precision` is that of the matrix
-        products on one side, where nothing recorded tells it; `scale` multiplies every tolerance of the rule (to
-        measure how sharp it is)."""
+        """With `exact` nothing is set aside. `repeats` are repeats of the baseline, from which noise is measured.
+
+        `precision` is that of the matrix products on one side, where nothing recorded tells it; `scale` multiplies
+        every tolerance of the rule (to measure how sharp it is).
+        """
         self._connection = connection
         self._scale = scale
+        self._exact = exact
         declared = [precision] if precision else []
-        for run in runs.values():
-            declared += _switched_on(run)
+        switched = [_switched_on(run) for run in runs.values()]
+        # On a CPU the switch has no effect, so that it counts where the sides differ in it alone.
+        if switched[0] != switched[1] or any(_has_device(run) for run in runs.values()):
+            declared += [name for name in switched if name]
         self._declared = max(declared, key=PRECISIONS.__getitem__, default=None)
         self.rule = self._rule()
         self._repeats = repeats
@@ -81,6 +87,7 @@ class Judgement:
         self._shapes()
         self._arriving()
         self._kinks()
+        self._replays()
         for table in LINK_TABLES:
             self._judge(table)
         self._judge_losses()
@@ -88,7 +95,8 @@ class Judgement:
         judge_given(self._connection, self.rule, self._scale)
         if self._repeats:
             self.noise = measure(self._connection, self._baseline, self._repeats, self._scale)
-        self.aside = set_aside(self._connection)
+        if not self._exact:
+            self.aside = set_aside(self._connection)
 
     def _rule(self) -> Rule:
         dtypes = self._dtypes()
@@ -224,6 +232,20 @@ class Judgement:
             "2 * sqrt(sum(share) OVER w) AS extra FROM nodes WINDOW w AS (PARTITION BY rank, step ORDER BY place)"
         )
 
+    def _replays(self) -> None:
+        """`unsteady`: by how much Nodes so far disagreed with themselves when they were run again, on either side."""
+        sides = " UNION ALL ".join(
+            "SELECT n.rank, n.step, n.record_index - s.first AS place, n.replay_error AS error "
+            f"FROM {side}.node_events n SEMI JOIN common USING (rank, step) JOIN step_start s ON s.rank = n.rank "
+            f"AND s.step = n.step AND s.side = '{side}' WHERE NOT n.replay_equal AND n.replay_error > 0"
+            for side in ("baseline", "candidate")
+        )
+        self._connection.execute(
+            f"CREATE OR REPLACE TEMP TABLE unsteady AS SELECT rank, step, place, coalesce(lead(place) OVER w, 1e18) "
+            f"AS until, {_GROWTH} * max(error) OVER w AS extra FROM (SELECT rank, step, place, max(error) AS error "
+            f"FROM ({sides}) GROUP BY ALL) WINDOW w AS (PARTITION BY rank, step ORDER BY place)"
+        )
+
     def _judge(self, table: LinkTable) -> None:
         if not table.sides or table.table in ("parameters", "inputs"):
             return
@@ -233,7 +255,7 @@ class Judgement:
         growth = (
             f"{_GROWTH} * ((1 + coalesce(g.weights, 0)) ** {self.rule.layers} - 1)"
             if is_forward
-            else "coalesce(f.extra, 0)"
+            else "(coalesce(f.extra, 0) + coalesce(u.extra, 0))"
         )
         amplified = "1" if is_forward else "coalesce(k.times, 1)"
         rounding = base
@@ -246,7 +268,7 @@ class Judgement:
         lengthening = (
             growth
             if is_forward
-            else f"({_GROWTH} * coalesce(g.forward, 0) + coalesce(f.extra, 0) ** 2)"
+            else f"({_GROWTH} * coalesce(g.forward, 0) + coalesce(f.extra, 0) ** 2 + coalesce(u.extra, 0))"
         )
         norm_tolerance = f"(r.norm + {self._scale} * {lengthening}) * {amplified}"
         joins = (
@@ -255,7 +277,8 @@ class Judgement:
             "LEFT JOIN cancelling k ON k.rank = d.rank AND k.step = d.step AND k.place <= d.place AND "
             "d.place < k.until "
             "LEFT JOIN seen_noise w ON w.rank = d.rank AND w.step = d.step "
-            "LEFT JOIN kinked f ON f.rank = d.rank AND f.step = d.step AND f.place <= d.place AND d.place < f.until"
+            "LEFT JOIN kinked f ON f.rank = d.rank AND f.step = d.step AND f.place <= d.place AND d.place < f.until "
+            "LEFT JOIN unsteady u ON u.rank = d.rank AND u.step = d.step AND u.place <= d.place AND d.place < u.until"
         )
         cancelled = {role: "1" for role, _ in table.sides}
         if table.table in ("gradients", "node_events"):
@@ -327,13 +350,13 @@ class Judgement:
         )
 
 
-def _switched_on(run: Run) -> list[str]:
-    """The precision of products that a job's switches allow: TF32 counts where there is a device that has it, and
-    where the job asks for it."""
-    found = []
+def _switched_on(run: Run) -> str | None:
+    """The precision of products in float32 that a job's switch asks for, where it is less."""
     for info in run.ranks.values():
         chosen = (info.facts.get("environment") or {}).get("float32_matmul_precision")
-        if chosen in ("high", "medium"):
-            found.append({"high": "tf32", "medium": "bf16"}[chosen])
-        break
-    return found
+        return {"high": "tf32", "medium": "bf16"}.get(str(chosen))
+    return None
+
+
+def _has_device(run: Run) -> bool:
+    return any((info.facts.get("device") or "cpu") != "cpu" for info in run.ranks.values())

@@ -175,6 +175,17 @@ def as_object(answer: Answer) -> dict[str, Any]:
             "measured_from": None if answer.noise is None else list(answer.noise.names),
             "noise": None if answer.noise is None else answer.noise.median,
         },
+        "set_aside": [asdict(a) for a in answer.aside],
+        "loss_scales": [asdict(s) for s in answer.scaled],
+        "divided": None
+        if answer.sums is None
+        else {
+            "baseline": asdict(answer.sums.divisions[0]),
+            "candidate": asdict(answer.sums.divisions[1]),
+            "compared": dict(answer.sums.compared),
+            "largest_error": answer.sums.largest,
+            "factor": answer.sums.factor,
+        },
         "explanation": " ".join((explanation(answer), *answer.notes)),
     }
 
