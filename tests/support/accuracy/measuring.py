@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,15 +53,22 @@ class Outcome:
         return self.verdict == "different"
 
 
-def cases(count: int, seed: int = 0, changes: Sequence[str] = CHANGES) -> Iterator[Case]:
-    """Every change without a fault in every family, then `count` faults, spread over changes, kinds and families."""
+def cases(count: int, seed: int = 0, changes: Sequence[str] = CHANGES) -> list[Case]:
+    """`count` faults, spread over changes, kinds and families, and among them every change in every family without one.
+
+    In an order of which any beginning is a fair sample.
+    """
     draw = random.Random(seed)
     possible = [(f, c) for c in changes for f in FAMILIES if (f, c) not in IMPOSSIBLE]
-    for family, change in possible:
-        yield Case(family, change, draw.choice(FAMILIES[family].places), None)
+    found = [Case(f, c, draw.choice(FAMILIES[f].places), None) for f, c in possible]
+    pairs: list[tuple[str, str]] = []
     for n in range(count):
-        family, change = possible[n * 7 % len(possible)] if n % 2 else draw.choice(possible)
-        yield Case(family, change, draw.choice(FAMILIES[family].places), KINDS[n % len(KINDS)])
+        if not pairs:
+            pairs = draw.sample(possible, len(possible))
+        family, change = pairs.pop()
+        place = draw.choice(FAMILIES[family].places)
+        found.append(Case(family, change, place, KINDS[n % len(KINDS)]))
+    return draw.sample(found, len(found))
 
 
 class Laboratory:
