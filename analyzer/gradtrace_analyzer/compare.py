@@ -117,7 +117,8 @@ def _compared(
             cover=cover,
             configuration=tuple(configuration),
             structure=tuple(lone),
-            spread=tuple(alignment.spread()),
+            # Rows that do not pair one to one spread over everything.
+            spread=tuple(alignment.spread()) if sums is None else (),
             rule=judgement.rule,
             noise=judgement.noise,
             sums=sums,

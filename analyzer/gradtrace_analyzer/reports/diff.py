@@ -69,11 +69,11 @@ def explanation(answer: Answer) -> str:
         return f"All values that pair are identical, but the names differ: {', '.join(names)}."
     origin = answer.origins[0]
     said = unseen_sentence(origin, answer) if answer.unseen else origin_sentence(origin)
-    if answer.verdict == "different" and answer.first_bits is not None:
+    if answer.sums is not None or answer.first_bits is not None:
+        said = said.replace(" equal", " equal within rounding")
+    if answer.first_bits is not None:
         bits = answer.first_bits
-        said = said.replace(" equal", " equal within rounding") + (
-            f" (The first bits differ in step {bits.step}, {ranks_phrase(bits.ranks)}, at {place_of(bits)}.)"
-        )
+        said += f" (The first bits differ in step {bits.step}, {ranks_phrase(bits.ranks)}, at {place_of(bits)}.)"
     said += _tolerance_here(answer)
     if answer.sums is not None:
         said += f" {answer.sums.words()}"
@@ -146,7 +146,7 @@ def lines(answer: Answer, names: tuple[str, str]) -> Iterator[str]:
         yield from _spread(answer.spread)
     yield ""
     yield f"Compared: {_compared(answer.cover)}"
-    yield from _caveats(answer.cover)
+    yield from _caveats(answer.cover, are_summed=answer.sums is not None)
 
 
 def as_object(answer: Answer) -> dict[str, Any]:
@@ -299,14 +299,14 @@ def _lacking_steps(cover: Cover) -> Iterator[str]:
             yield f"the {side} lacks {_steps(steps)} of {ranks_phrase(ranks)}"
 
 
-def _caveats(cover: Cover) -> Iterator[str]:
+def _caveats(cover: Cover, *, are_summed: bool = False) -> Iterator[str]:
     for lacking in _lacking_steps(cover):
         yield f"Not compared: {lacking}."
     for side, steps in cover.flights.items():
         yield f"The {side} is a flight recording: it holds {_steps(steps)} only."
     for side in ("baseline", "candidate"):
         missing = cover.missing_ranks[side]
-        if missing:
+        if missing and not are_summed:
             yield f"Not compared: the {side} lacks {ranks_phrase(missing)}."
         for table, rank in cover.unread[side]:
             yield f"Not compared: the {side} has lost rows of {table} of rank {rank}."
