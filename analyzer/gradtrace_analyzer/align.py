@@ -14,6 +14,7 @@ import duckdb
 from gradtrace_analyzer.chosen import Chosen
 from gradtrace_analyzer.differences import Change, Difference, changed_gradient, difference
 from gradtrace_analyzer.failures import Failure, one_sided_failures
+from gradtrace_analyzer.judgement import Judgement
 from gradtrace_analyzer.links import LINK_TABLES, LINKS
 from gradtrace_analyzer.opening import Opening, Reading, merged_spread
 from gradtrace_analyzer.pairing import SIDES, STATISTICS
@@ -40,6 +41,7 @@ class Alignment:
         tells_structure: bool = True,
         torn_ends: Mapping[str, Mapping[int, int]] | None = None,
         chosen: Chosen | None = None,
+        judgement: Judgement | None = None,
     ) -> None:
         """`unread` are the (table, rank) of which one side has lost rows: they are left out.
 
@@ -52,6 +54,7 @@ class Alignment:
         self._reading = reading
         self._ranks = ranks
         self._chosen = chosen or Chosen()
+        self._judgement = judgement
         self._last: tuple[int, list[Difference]] | None = None
         self._unread = {
             table.table: ", ".join(str(rank) for name, rank in unread if name == table.table)
@@ -72,6 +75,7 @@ class Alignment:
             self._clean,
             realigns=unmatched,
             chosen=self._chosen,
+            least=None if judgement is None else judgement.least,
         )
 
     def _clean(self) -> None:
@@ -108,8 +112,15 @@ class Alignment:
                         f"DELETE FROM {name} WHERE only_in = ? AND rank = ? AND step = ?",
                         [other[side], rank, step],
                     )
+        judgement = self._judgement
+        if judgement is not None:
+            judgement.write()
+            # Casts and forwards that run again are no other code; what else changes nothing is told with the code.
+            judgement.set_aside(known=True)
         if self._tells_structure:
             self.structure = structure_of(connection, self._parts, self._all_failures())
+        if judgement is not None:
+            judgement.set_aside(known=False)
         # What changed code is can be told from all that differs alone: what was not asked for goes afterwards.
         for table in LINK_TABLES if not self._chosen.is_all else ():
             connection.execute(
@@ -182,16 +193,11 @@ class Alignment:
         )
 
     def first_step(self, *, exceeding: bool) -> int | None:
-        """The first step with a difference, or with one beyond tolerance.
-
-        Parameters are not judged by tolerance: an adaptive optimizer makes a whole step of the last bit of
-        a gradient.
-        """
+        """The first step with a difference, or with one that exceeds its tolerance."""
         condition = "WHERE exceeds" if exceeding else ""
         steps = [
             self._number(f"SELECT min(step) FROM differing_{t.table} {condition}")
             for t in LINK_TABLES
-            if not (exceeding and t.table == "parameters")
         ]
         return min((s for s in steps if s is not None), default=None)
 
@@ -212,7 +218,7 @@ class Alignment:
                 f"SELECT * FROM differing_{table.table} WHERE step = ?"
                 + (
                     f" QUALIFY {ordinal.format('0')} <= {most} OR {ordinal.format(reads)} <= {most} "
-                    f"OR {ordinal.format('exceeds')} <= {most}"
+                    f"OR {ordinal.format('beyond')} <= {most}"
                     if crowd > MOST_DIFFERENCES
                     else ""
                 ),
@@ -227,12 +233,27 @@ class Alignment:
         return found
 
     def equal_before(self, difference: Difference) -> int:
-        """How many rows of its table and kind the rank had before it in that step, all equal."""
+        """How many rows of its table and kind (class of Node or module) the rank had before it in that step, all
+        equal."""
+        kinds = {"node_events": "node_name", "module_calls": "module_class"}
+        kind = kinds.get(difference.table)
+        same = ""
+        if kind is not None:
+            value = (
+                "?"
+                if kind == "node_name"
+                else f"(SELECT any_value({kind}) FROM baseline.module_calls WHERE root = ? AND module_fqn = ?)"
+            )
+            same = f" AND t.{kind} = {value}"
+        parameters = {
+            "node_events": [difference.key.get("node_name")],
+            "module_calls": [difference.key.get("root"), difference.key.get("module_fqn")],
+        }.get(difference.table, [])
         count: int = self._number(
             f"SELECT count(*) FROM baseline.{difference.table} t JOIN step_start s "
             "USING (rank, step) WHERE s.side = 'baseline' AND rank = ? AND step = ? "
-            "AND record_index - s.first < ?",
-            [difference.rank, difference.step, difference.order],
+            f"AND record_index - s.first < ?{same}",
+            [difference.rank, difference.step, difference.order, *parameters],
         )
         return count
 
@@ -245,10 +266,10 @@ class Alignment:
             where = whereabouts_sql(table.table)
             rows += self._connection.execute(
                 f"WITH g AS (SELECT rank, {point} AS point, min(step) AS step, count(*) AS n, max(error) AS error, "
-                "bool_or(exceeds) AS beyond, count(*) FILTER (only_in IS NULL AND error IS NULL) AS unmeasured "
+                "bool_or(exceeds) AS is_beyond, count(*) FILTER (only_in IS NULL AND error IS NULL) AS unmeasured "
                 f"FROM differing_{table.table} GROUP BY ALL) "
                 f"SELECT g.rank, '{table.table}', g.point, g.step, any_value(n), any_value(g.error), "
-                f"any_value(beyond), any_value(unmeasured), arg_min({where}, place) "
+                f"any_value(is_beyond), any_value(unmeasured), arg_min({where}, place) "
                 f"FROM g JOIN differing_{table.table} d ON d.rank = g.rank AND d.step = g.step "
                 f"AND {point} IS NOT DISTINCT FROM g.point GROUP BY ALL"
             ).fetchall()

@@ -29,10 +29,13 @@ from gradtrace_analyzer.diff import (
     Answer,
     Origin,
     Verdict,
+    by_rank,
 )
+from gradtrace_analyzer.diff import firsts as firsts_of
 from gradtrace_analyzer.differences import Change
 from gradtrace_analyzer.factors import likely_causes
 from gradtrace_analyzer.footers import row_counts, table_counts
+from gradtrace_analyzer.judgement import Judgement
 from gradtrace_analyzer.likely_renames import Naming, settle_names
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.notes import (
@@ -45,8 +48,10 @@ from gradtrace_analyzer.notes import (
 from gradtrace_analyzer.opening import Reading
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.renames import Rename
+from gradtrace_analyzer.repartitioned import Repartitioned, Sums, divisions
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
+from gradtrace_analyzer.rewritten import aside_sentence, scaled_sentence
 from gradtrace_analyzer.run import Run, ranks_phrase
 from gradtrace_analyzer.search import StepSearch
 from gradtrace_analyzer.skipped import skipped_batches
@@ -57,9 +62,6 @@ from gradtrace_analyzer.surroundings import Surroundings
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
 WITNESS_ROWS = 8
 
-# What cannot differ by rounding: it is given to the step, not computed in it.
-_GIVEN = frozenset({"parameters", "rng", "inputs", "structure"})
-
 
 def compare(
     baseline: Run,
@@ -69,11 +71,16 @@ def compare(
     renames: Sequence[Rename] = (),
     chosen: Chosen | None = None,
     with_chain: bool = False,
+    precision: str | None = None,
+    repeats: Sequence[Run] = (),
+    scale: float = 1.0,
 ) -> Answer:
     """The answer of `analyzer diff`. With `exact` any changed bit is a difference.
 
     `renames` take names of the baseline to those of the candidate. Raises BadRename for one that does not fit.
-    Only what is `chosen` is compared. `with_chain`, the answer holds the rows around the first origin.
+    Only what is `chosen` is compared. `with_chain`, the answer holds the rows around the first origin. `repeats` are
+    further runs of the baseline, from which noise is measured. `precision` is that of matrix products on one side
+    where no record tells it; `scale` multiplies the tolerances.
     """
     wanted = chosen or Chosen()
     runs = {"baseline": baseline, "candidate": candidate}
@@ -84,7 +91,13 @@ def compare(
         if ranks:
             may_guess = not asked_differently(runs)
             naming = settle_names(connection, ranks, renames, may_guess=may_guess)
-        return _compared(connection, runs, ranks, exact, naming, wanted, with_chain)
+        judgement = Judgement(
+            connection, runs, precision=precision, repeats=repeats, exact=exact, scale=scale
+        )
+        try:
+            return _compared(connection, runs, ranks, exact, naming, wanted, with_chain, judgement)
+        finally:
+            judgement.close()
     finally:
         connection.close()
 
@@ -97,6 +110,7 @@ def _compared(
     naming: Naming,
     chosen: Chosen,
     with_chain: bool,
+    judgement: Judgement,
 ) -> Answer:
     with progress("reading how many rows there are"):
         counts = {side: row_counts(connection, run) for side, run in runs.items()}
@@ -129,6 +143,7 @@ def _compared(
         torn_ends=torn,
         # Stages have been put in the place of ranks: those that were asked for are known.
         chosen=chosen if stages is None else replace(chosen, ranks=None),
+        judgement=judgement,
     )
     steps = alignment.steps()
     cover = cover_of(runs, ranks, steps, alignment.compared(), unread, stages, chosen)
@@ -147,6 +162,7 @@ def _compared(
         inherited: Sequence[Origin] = (),
         notes: Sequence[str] = (),
         first_bits: Origin | None = None,
+        sums: Repartitioned | None = None,
     ) -> Answer:
         spread = alignment.spread()
         step = origins[0].step if origins else None
@@ -155,11 +171,15 @@ def _compared(
         roots = {} if here is None else here.roots()
         origins = [
             _with_replays(connection, with_root(o, roots))
-            for o in (with_later(origins, spread) if origins else ())
+            for o in (with_later(origins, spread) if origins and sums is None else origins)
         ]
         died = deaths_of(runs) if origins else []
         is_undone = bool(origins) and _is_undone(origins[0])
-        chain = here.passages(origins[0].difference, differences) if here and with_chain else ()
+        chain = (
+            here.passages(origins[0].difference, differences)
+            if here and with_chain and sums is None
+            else ()
+        )
         return Answer(
             verdict=verdict,
             reason=reason,
@@ -172,7 +192,15 @@ def _compared(
             likely_renames=naming.likely,
             causes=tuple(likely_causes(connection, runs, origins[0])) if origins else (),
             deaths=tuple(died if is_undone else ()),
-            spread=tuple(spread if stages is None else stages.spread(spread)),
+            # Rows that do not pair one to one spread over everything.
+            spread=()
+            if sums is not None
+            else tuple(spread if stages is None else stages.spread(spread)),
+            rule=judgement.rule,
+            noise=judgement.noise,
+            sums=sums,
+            aside=tuple(judgement.aside),
+            scaled=tuple(judgement.scaled),
             notes=(
                 *compared_with_itself(runs),
                 *notes,
@@ -180,7 +208,11 @@ def _compared(
                 *([] if stages is None else [stages.note()]),
                 *abandoned(alignment, origins),
                 *(() if is_undone else died),
-                *(skipped_batches(connection) if origins and stages is None else ()),
+                *(
+                    skipped_batches(connection)
+                    if origins and stages is None and sums is None
+                    else ()
+                ),
             ),
             unseen=tuple(_unseen(runs, cover, origins[0], common) if origins else ()),
             first_bits=first_bits,
@@ -189,7 +221,7 @@ def _compared(
             first_nonfinite=on_ranks(_first_nonfinite(alignment, origins, roots), stages),
             equal=(
                 equal_in_step(differences, cover, here.modules(), roots)
-                if here is not None and verdict == "different"
+                if here is not None and verdict == "different" and sums is None
                 else {}
             ),
             chain=tuple(chain),
@@ -198,6 +230,18 @@ def _compared(
     nothing = _nothing_to_compare(runs, ranks, steps, alignment, cover) or naming.unrelated
     if nothing is not None:
         return answer("incomparable", nothing)
+    notes = [scaled_sentence(judgement.scaled)] if judgement.scaled else []
+    notes += [aside_sentence(judgement.aside)] if judgement.aside else []
+    # Stages that were arranged pair, and so do two models that are not the same one.
+    is_divided = stages is None and not is_other_model and not (chosen.modules or chosen.links)
+    parts = divisions(connection, runs) if is_divided and not exact else None
+    if parts is not None:
+        sums = Sums(connection, parts, judgement.rule, judgement.scale).compared(common)
+        if sums.step is None:
+            return answer("within_tolerance", notes=notes, sums=sums)
+        modules = {0: alignment.module_fqns(sums.step, min(ranks), 0)}
+        found = firsts_of(by_rank(sums.differences, exceeding=True), (), modules, exceeding=True)
+        return answer("different", origins=found, notes=notes, sums=sums)
     step = alignment.first_step(exceeding=False)
     failed = min((f.step for f in failures), default=None)
     if failed is not None and (step is None or failed < step):
@@ -205,31 +249,43 @@ def _compared(
     if step is None:
         if not cover.is_whole:
             return answer("incomparable", lacking_words(cover))
-        notes = rng_notes(alignment, common) if cover.has_fingerprints else []
+        notes += rng_notes(alignment, common) if cover.has_fingerprints else []
         if is_other_model:
             return answer("different", notes=notes)
+        if judgement.aside:
+            return answer("within_tolerance", notes=notes)
         return answer("within_tolerance" if lone else "identical", notes=notes)
 
     def search(step: int, *, exceeding: bool) -> StepSearch:
         here = Surroundings(connection, cover, step)
         return StepSearch(alignment, here, failures, common, exceeding=exceeding)
 
-    found = search(step, exceeding=False)
-    firsts = found.firsts
-    reproducible = (
-        not changes_numbers(configuration)
-        and not structure.code
-        and _is_reproducible(alignment, common, step, firsts)
+    search_first = search(step, exceeding=False)
+    firsts = search_first.firsts
+    other_kernel = any(a.kind == "optimizer kernel" for a in judgement.aside)
+    noisy = judgement.noise is not None and not judgement.noise.is_zero
+    changed = (
+        changes_numbers(configuration)
+        or bool(structure.code)
+        or other_kernel
+        or bool(judgement.scaled)
+        or noisy
     )
-    given = any(o.link in _GIVEN or o.difference.exceeds for o in firsts if not o.code)
-    if exact or reproducible or given or is_other_model:
-        origins, inherited = found.origins()
-        return answer("different", origins=origins, inherited=inherited)
-    step = alignment.first_step(exceeding=True)
-    if step is None:
-        return answer("within_tolerance", origins=firsts)
-    origins, inherited = search(step, exceeding=True).origins()
-    return answer("different", origins=origins, inherited=inherited, first_bits=firsts[0])
+    reproducible = not changed and _is_reproducible(alignment, common, step, firsts)
+    beyond = alignment.first_step(exceeding=True)
+    if failed is not None and (beyond is None or failed < beyond):
+        beyond = failed
+    quiet = judgement.noise is not None and judgement.noise.is_zero and not changed
+    at_once = beyond == step and any(o.difference.exceeds for o in firsts if not o.code)
+    if exact or reproducible or quiet or at_once or is_other_model:
+        origins, inherited = search_first.origins()
+        return answer("different", origins=origins, inherited=inherited, notes=notes)
+    if beyond is None:
+        return answer("within_tolerance", origins=firsts, notes=notes)
+    origins, inherited = search(beyond, exceeding=True).origins()
+    return answer(
+        "different", origins=origins, inherited=inherited, first_bits=firsts[0], notes=notes
+    )
 
 
 def _with_replays(connection: duckdb.DuckDBPyConnection, origin: Origin) -> Origin:

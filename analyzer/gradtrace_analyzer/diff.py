@@ -16,13 +16,17 @@ from gradtrace_analyzer.cover import Cover
 from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
+from gradtrace_analyzer.noise import Noise
 from gradtrace_analyzer.passages import Passage
 from gradtrace_analyzer.pipelines import Place
 from gradtrace_analyzer.renames import Rename
+from gradtrace_analyzer.repartitioned import Repartitioned
 from gradtrace_analyzer.repeated import Repeated
 from gradtrace_analyzer.replayed import Replayed
 from gradtrace_analyzer.rescaled import Rescaled, first_rescaled
+from gradtrace_analyzer.rewritten import Aside, Scaled
 from gradtrace_analyzer.structure import Lone
+from gradtrace_analyzer.tolerance import Rule
 
 Verdict = Literal["identical", "within_tolerance", "different", "incomparable"]
 
@@ -121,6 +125,8 @@ class Answer:
     pass on one side alone, `first_nonfinite` the first value that is finite on one side alone, `repeated` the
     Nodes that a pass of one side alone ran again, with a multiple of what arrived before. `renames` are those that
     were applied, `likely_renames` what else names and shapes suggest; `causes` may explain the first origin's factor.
+    `rule` and `noise` are where the tolerances come from, `sums` what was compared where the work is divided
+    otherwise, `aside` the rows of one side alone that change nothing, `scaled` the loss scales that were divided out.
     """
 
     verdict: Verdict
@@ -143,13 +149,18 @@ class Answer:
     equal: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     chain: tuple[Passage, ...] = ()
     deaths: tuple[str, ...] = ()
+    rule: Rule | None = None
+    noise: Noise | None = None
+    sums: Repartitioned | None = None
+    aside: tuple[Aside, ...] = ()
+    scaled: tuple[Scaled, ...] = ()
 
 
 def by_rank(differences: Sequence[Difference], *, exceeding: bool) -> dict[int, list[Difference]]:
     """The differences of one step that count, by rank, in program order."""
     found: dict[int, list[Difference]] = {}
     for d in differences:
-        if not exceeding or (d.exceeds and d.table != "parameters"):
+        if not exceeding or d.exceeds:
             found.setdefault(d.rank, []).append(d)
     return {rank: _in_order(own) for rank, own in sorted(found.items())}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import duckdb
@@ -32,6 +32,7 @@ from gradtrace_analyzer.pairing import (
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.run import Run
 from gradtrace_analyzer.tally import Sieved, Tally
+from gradtrace_analyzer.tolerance import Least
 from gradtrace_analyzer.whereabouts import whereabouts_sql
 
 Place = tuple[int, int]  # (rank, step)
@@ -101,6 +102,7 @@ class Opening:
         *,
         realigns: bool = False,
         chosen: Chosen | None = None,
+        least: Callable[[], Least] | None = None,
     ) -> None:
         self._connection, self._reading, self._unread, self._clean = (
             connection,
@@ -109,6 +111,7 @@ class Opening:
             clean,
         )
         self._chosen = chosen or Chosen()
+        self._least = least
         self._realigns = realigns
         self._unpaired: set[Place] = set()
         closed = {side: reading.closed(side, ranks) for side in SIDES}
@@ -121,6 +124,11 @@ class Opening:
             self._open(suspects)
         else:
             self._open_what_matters(suspects)
+
+    def reopen(self, places: Collection[Place]) -> None:
+        """Open these steps and each rank's first, as far as both sides have them, in place of those that are open."""
+        known = set(self._connection.execute("SELECT rank, step FROM common").fetchall())
+        self._open(known & {*places, *self._firsts()})
 
     def _suspects(self) -> set[Place]:
         """The steps that may differ."""
@@ -213,7 +221,7 @@ class Opening:
         chosen = first(lambda t: True) | first(lambda t: t.nonfinite)
         open_steps(chosen)
         # Whether a step is beyond tolerance is judged where it is opened: the tally only proposes it.
-        proposed = sorted({t.step for t in tallies if _counts_as_exceeding(t)} - chosen)
+        proposed = sorted({t.step for t in tallies if t.exceeds} - chosen)
         if not self._any_exceeds():
             for step in proposed:
                 open_steps([step])
@@ -237,7 +245,6 @@ class Opening:
                 f"SELECT 1 FROM differing_{table.table} WHERE exceeds LIMIT 1"
             ).fetchall()
             for table in LINK_TABLES
-            if table.table != "parameters"
         )
 
     def _sieved(self, suspects: set[Place]) -> tuple[list[Tally], set[Place]]:
@@ -249,7 +256,10 @@ class Opening:
         steps: dict[int, set[int]] = {}
         for rank, step in suspects:
             steps.setdefault(rank, set()).add(step)
-        [(first,)] = self._connection.execute("SELECT min(step) FROM common").fetchall()
+        moved: dict[int, set[int]] = {}
+        for rank, step in self._moved_between():
+            moved.setdefault(rank, set()).add(step)
+        least = Least() if self._least is None else self._least()
         by_hand = {r for side in self._reading.runs.values() for r in side.journals}
         by_hand |= {
             int(rank)
@@ -270,7 +280,9 @@ class Opening:
                 )
                 for table in LINK_TABLES
             }
-            return sieved(rank, parts, frozenset(steps[rank]), first)
+            return sieved(
+                rank, parts, frozenset(steps[rank]), least, frozenset(moved.get(rank, ()))
+            )
 
         tallies: list[Tally] = []
         unpaired: set[Place] = set()
@@ -287,16 +299,26 @@ class Opening:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         with progress("comparing losses and optimizer settings"):
-            tallies += self._values_apart(suspects - unpaired)
+            tallies += self._values_apart(suspects - unpaired, least)
         return [
             t for t in tallies if (t.rank, t.step) not in unpaired and self._is_wanted(t)
         ], unpaired
+
+    def _moved_between(self) -> list[Place]:
+        """The steps before which a parameter is not what the step before left, on either side."""
+        sides = " UNION ".join(
+            f"SELECT b.rank, b.step FROM {side}.parameters b LEFT JOIN {side}.parameters a ON a.rank = b.rank "
+            "AND a.root = b.root AND a.parameter_fqn = b.parameter_fqn AND a.step = b.step - 1 AND a.point = 'after' "
+            "WHERE b.point = 'before' AND b.kind = 'parameter' AND b.fingerprint IS DISTINCT FROM a.fingerprint"
+            for side in SIDES
+        )
+        return self._connection.execute(sides).fetchall()
 
     def _is_wanted(self, t: Tally) -> bool:
         chosen = self._chosen
         return chosen.wants_step(t.step) and chosen.wants_link(link_of(t.table, t.point))
 
-    def _values_apart(self, places: set[Place]) -> list[Tally]:
+    def _values_apart(self, places: set[Place], least: Least) -> list[Tally]:
         """Of the tables without summaries, which have few rows a step, the tallies of all steps."""
         found: list[Tally] = []
         names = [table for table in LINK_TABLES if not table.sides]
@@ -308,7 +330,13 @@ class Opening:
             )
             for table in names:
                 self._connection.execute(differing(table, self._unread[table.table], portion))
-            found += self._tallied(names)
+            # A loss is judged where its step is open: here by what it is allowed at least.
+            self._connection.execute(
+                "UPDATE differing_backward_passes SET exceeds = exceeds OR coalesce(abs(value_b_loss - value_c_loss) > "
+                f"greatest(abs(value_b_loss), abs(value_c_loss)) * {least.forward(least.unit)!r}, "
+                "value_b_loss IS DISTINCT FROM value_c_loss) OR isnan(value_b_loss) <> isnan(value_c_loss)"
+            )
+            found += [replace(t, is_judged=False) for t in self._tallied(names)]
         return found
 
     def _tallied(self, tables: Sequence[Any] = LINK_TABLES) -> list[Tally]:
@@ -342,15 +370,9 @@ def merged_spread(
     rows: Iterable[tuple[Any, ...]], tallies: Iterable[Tally]
 ) -> list[dict[str, Any]]:
     """Of each rank and link the first step and what differs first in it, the number of rows, the largest error and how
-    many have none, over both."""
+    many have none, over both. Whether any is beyond tolerance is None where a step that may have one was not opened."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
-    told = [
-        *rows,
-        *(
-            (t.rank, t.table, t.point, t.step, t.rows, t.largest_error, t.exceeds, t.unmeasured, t.place)
-            for t in tallies
-        ),
-    ]  # fmt: skip
+    told = [*rows, *(_told(t) for t in tallies)]
     for rank, table, point, step, count, error, exceeds, unmeasured, place in told:
         link = link_of(table, point)
         entry = found.setdefault(
@@ -365,13 +387,15 @@ def merged_spread(
         entry["unmeasured_count"] += unmeasured
         known = [e for e in (entry["largest_error"], error) if e is not None]
         entry["largest_error"] = max(known, default=None)
-        entry["beyond_tolerance"] = bool(entry["beyond_tolerance"] or exceeds)
+        either = (entry["beyond_tolerance"], exceeds)
+        entry["beyond_tolerance"] = True if True in either else None if None in either else False
     return list(found.values())
 
 
-def _counts_as_exceeding(tally: Tally) -> bool:
-    """Parameters are not judged by tolerance (`Alignment.first_step`)."""
-    return tally.exceeds and tally.table != "parameters"
+def _told(t: Tally) -> tuple[Any, ...]:
+    exceeds = t.exceeds if t.is_judged or not t.exceeds else None
+    of = (t.rank, t.table, t.point, t.step)
+    return (*of, t.rows, t.largest_error, exceeds, t.unmeasured, t.place)
 
 
 def _portions(places: Sequence[Place], size: int) -> Iterator[list[Place]]:

@@ -379,10 +379,10 @@ def _excuse_inside(connection: duckdb.DuckDBPyConnection) -> None:
     same = " AND ".join(f"f.{key} IS NOT DISTINCT FROM d.{key}" for key in keys)
     connection.execute(
         f"CREATE OR REPLACE TEMP TABLE other_work AS SELECT DISTINCT rank, {', '.join(keys)} "
-        f"FROM differing_node_events d WHERE exceeds AND only_in IS NULL AND {first} AND {inside}"
+        f"FROM differing_node_events d WHERE beyond AND only_in IS NULL AND {first} AND {inside}"
     )
     connection.execute(
-        "UPDATE differing_node_events d SET exceeds = false WHERE only_in IS NULL AND EXISTS "
+        "UPDATE differing_node_events d SET exceeds = false, beyond = false WHERE only_in IS NULL AND EXISTS "
         f"(SELECT 1 FROM other_work f WHERE f.rank = d.rank AND {same})"
     )
 

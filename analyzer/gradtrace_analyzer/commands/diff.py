@@ -23,6 +23,7 @@ from gradtrace_analyzer.reports.junit import junit_xml
 from gradtrace_analyzer.reports.slower import timing_lines, timing_object
 from gradtrace_analyzer.reports.tables import json_text
 from gradtrace_analyzer.timing.slower import compared_runs
+from gradtrace_analyzer.tolerance import PRECISIONS
 
 _EXIT = {"identical": 0, "within_tolerance": 0, "different": 1, "incomparable": 2}
 
@@ -78,6 +79,19 @@ _PLACES = 10
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write JUnit XML there: one test case a link.  [with no --fail-on: any>=0]",
 )
+@click.option(
+    "--noise",
+    "repeats",
+    multiple=True,
+    metavar="RUN",
+    type=click.Path(path_type=str),
+    help="A repeat of the baseline: how far it differs is noise. May be given several times.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(sorted(PRECISIONS)),
+    help="What one side computes products in, where no dtype or switch of the job tells it.",
+)
 @report_format_option
 @attempt_option
 def diff(
@@ -94,6 +108,8 @@ def diff(
     renames: tuple[str, ...],
     gates: tuple[str, ...],
     junit: Path | None,
+    repeats: tuple[str, ...],
+    precision: str | None,
     format: str,
     attempt: int | None,
 ) -> int:
@@ -106,7 +122,15 @@ def diff(
     given = [rename_of(text) for text in renames]
     wanted = chosen(at, rank, module, link)
     runs = opened_runs((baseline, candidate), attempt)
-    found = compare(*runs, exact=exact, renames=given, chosen=wanted, with_chain=verbose)
+    found = compare(
+        *runs,
+        exact=exact,
+        renames=given,
+        chosen=wanted,
+        with_chain=verbose,
+        repeats=opened_runs(repeats, None) if repeats else (),
+        precision=precision,
+    )
     times = compared_runs(*runs) if timing else None
     baseline_name, candidate_name = run_names(runs)
     names = (baseline_name, candidate_name)

@@ -10,6 +10,7 @@ from gradtrace_analyzer.cover import Cover
 from gradtrace_analyzer.diff import Answer, Origin
 from gradtrace_analyzer.differences import Change
 from gradtrace_analyzer.failures import Failure
+from gradtrace_analyzer.noise import SCATTER
 from gradtrace_analyzer.reports.inheritance import (
     chain_lines,
     chain_objects,
@@ -37,6 +38,7 @@ from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.rescaled import Rescaled
 from gradtrace_analyzer.run import ranks_phrase, spans
 from gradtrace_analyzer.structure import as_object as lone_object
+from gradtrace_analyzer.tolerance import STANDARD_ERROR
 
 
 def explanation(answer: Answer) -> str:
@@ -50,6 +52,11 @@ def explanation(answer: Answer) -> str:
     if answer.verdict == "identical":
         how = "bit for bit" if cover.has_fingerprints else "in norms, sums and counts"
         return f"Identical, {how}, in all that both recorded: {_extent(cover)}.{_lacking(cover)}"
+    if answer.verdict == "within_tolerance" and answer.sums is not None:
+        return (
+            f"The same within rounding: {answer.sums.words()} {_sentence(tolerance_words(answer))}."
+            f"{_lacking(cover)}"
+        )
     if answer.verdict == "within_tolerance" and not answer.origins:
         alone = list(structure_lines(answer.structure))
         other = " by other code" if alone else ", compiled" if answer.structure else ""
@@ -69,23 +76,62 @@ def explanation(answer: Answer) -> str:
         return (
             f"The same within rounding: the first bits differ in step {origin.step}, "
             f"{ranks_phrase(origin.ranks)}, at {place_of(origin)}, and no output, loss or "
-            f"gradient differs by more than the tolerance.{_lacking(cover)}"
+            f"gradient differs by more than the tolerance: {tolerance_words(answer)}.{_lacking(cover)}"
         )
     if not answer.origins:
         return f"All values that pair are identical, but the models differ: {code_phrase(answer.structure)}."
     origin = answer.origins[0]
     said = unseen_sentence(origin, answer) if answer.unseen else origin_sentence(origin)
-    if answer.verdict == "different" and answer.first_bits is not None:
+    if answer.sums is not None or answer.first_bits is not None:
+        said = said.replace(" equal", " equal within rounding")
+    if answer.first_bits is not None:
         bits = answer.first_bits
-        said = said.replace(" equal", " equal within rounding") + (
-            f" (The first bits differ in step {bits.step}, {ranks_phrase(bits.ranks)}, at {place_of(bits)}.)"
-        )
+        said += f" (The first bits differ in step {bits.step}, {ranks_phrase(bits.ranks)}, at {place_of(bits)}.)"
+    said += _tolerance_here(answer) if "would explain" not in said else ""
+    if answer.sums is not None:
+        said += f" {answer.sums.words()}"
     if answer.causes:
         said += f" A likely reason of the factor {answer.causes[0]}"
         said += "." if not said.endswith("?") else ""
     said = " ".join((*answer.deaths, said))
     others = (_inheritance(answer), _more(answer), _other_failures(answer), _nonfinite(answer))
     return said + "".join(others) + "".join(f" {repeated_sentence(r)}" for r in answer.repeated[:1])
+
+
+def tolerance_words(answer: Answer) -> str:
+    """Where the tolerance comes from, and what it is where the parameters are equal."""
+    rule = answer.rule
+    if answer.noise is not None:
+        return answer.noise.words()
+    if rule is None:
+        return "rounding explains nothing"
+    return (
+        f"rounding explains up to {rule.forward():.0e} in forward, {rule.backward():.0e} in backward "
+        f"({rule.words()}), and more as the parameters drift apart"
+    )
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _tolerance_here(answer: Answer) -> str:
+    """What noise would explain at the origin, where the verdict hangs on it."""
+    change = answer.origins[0].change
+    measured = answer.noise is not None and not answer.noise.is_zero
+    if change is None or change.error is None or not change.tolerance:
+        return ""
+    if not measured and answer.first_bits is None and answer.sums is None:
+        return ""
+    return f" {_sentence(_explained(change, answer))}."
+
+
+def _explained(change: Change, answer: Answer) -> str:
+    if change.noise is not None and answer.noise is not None:
+        measured = change.tolerance / SCATTER
+        return f"noise here is {measured:.0e}, measured from {', '.join(answer.noise.names)}"
+    rule = f": {answer.rule.words()}" if answer.rule is not None else ""
+    return f"rounding explains up to {change.tolerance:.1e}{rule}"
 
 
 def lines(answer: Answer, names: tuple[str, str], top: int | None = None) -> Iterator[str]:
@@ -101,7 +147,7 @@ def lines(answer: Answer, names: tuple[str, str], top: int | None = None) -> Ite
     yield from naming_lines(answer)
     if answer.origins and answer.origins[0].change is not None:
         yield ""
-        yield from _numbers(answer.origins[0].change)
+        yield from _numbers(answer.origins[0].change, answer)
     if len(answer.origins) > 1:
         yield ""
         yield (
@@ -124,7 +170,7 @@ def lines(answer: Answer, names: tuple[str, str], top: int | None = None) -> Ite
         yield from chain_lines(answer)
     yield ""
     yield f"Compared: {_compared(answer.cover)}"
-    yield from _caveats(answer.cover)
+    yield from _caveats(answer.cover, are_summed=answer.sums is not None)
 
 
 def as_object(answer: Answer) -> dict[str, Any]:
@@ -150,6 +196,25 @@ def as_object(answer: Answer) -> dict[str, Any]:
         "cover": _cover_object(answer.cover),
         "factor": None if first is None else first.factor,
         "factor_causes": list(answer.causes),
+        "tolerance": {
+            "unit": None if answer.rule is None else answer.rule.unit,
+            "arithmetic": None if answer.rule is None else answer.rule.arithmetic,
+            "summands": None if answer.rule is None else answer.rule.summands,
+            "layers": None if answer.rule is None else answer.rule.layers,
+            "measured_from": None if answer.noise is None else list(answer.noise.names),
+            "noise": None if answer.noise is None else answer.noise.median,
+        },
+        "set_aside": [asdict(a) for a in answer.aside],
+        "loss_scales": [asdict(s) for s in answer.scaled],
+        "divided": None
+        if answer.sums is None
+        else {
+            "baseline": asdict(answer.sums.divisions[0]),
+            "candidate": asdict(answer.sums.divisions[1]),
+            "compared": dict(answer.sums.compared),
+            "largest_error": answer.sums.largest,
+            "factor": answer.sums.factor,
+        },
         "explanation": " ".join(
             (
                 explanation(answer),
@@ -215,7 +280,7 @@ def _nonfinite(answer: Answer) -> str:
     return f" {nonfinite_sentence(found)}" if found is not None else ""
 
 
-def _numbers(change: Change) -> Iterator[str]:
+def _numbers(change: Change, answer: Answer) -> Iterator[str]:
     rows = []
     for name in ("norm", "abs_max", "sum", "nan_count", "inf_count"):
         a = None if change.baseline is None else change.baseline[name]
@@ -227,11 +292,12 @@ def _numbers(change: Change) -> Iterator[str]:
     yield from table_lines(heads, rows, right=heads[1:])
     factor = change.factor
     if factor is not None:
-        yield f"relative error {abs(factor - 1):.1e}; rounding would explain {change.tolerance:.1e}"
+        yield f"relative error {abs(factor - 1):.1e}; {_explained(change, answer)}"
     elif change.error is not None:
         lanes = len((change.candidate or {}).get("sketch") or ())
-        how = {4: ", estimated within 37%", 16: ", estimated within 18%"}.get(lanes, "")
-        yield f"relative error {change.error:.1e}{how}; rounding would explain {change.tolerance:.1e}"
+        within = STANDARD_ERROR.get(lanes)
+        how = f", estimated within {within:.0%}" if within is not None else ""
+        yield f"relative error {change.error:.1e}{how}; {_explained(change, answer)}"
 
 
 def _spread(spread: Sequence[Mapping[str, Any]], most: int) -> Iterator[str]:
@@ -316,7 +382,7 @@ def _lacking_steps(cover: Cover) -> Iterator[str]:
             yield f"the {side} lacks {_steps(steps)} of {ranks_phrase(ranks)}"
 
 
-def _caveats(cover: Cover) -> Iterator[str]:
+def _caveats(cover: Cover, *, are_summed: bool = False) -> Iterator[str]:
     if not cover.chosen.is_all:
         yield f"Compared only, as asked: {cover.chosen.said}."
     for lacking in _lacking_steps(cover):
@@ -325,7 +391,7 @@ def _caveats(cover: Cover) -> Iterator[str]:
         yield f"The {side} is a flight recording: it holds {_steps(steps)} only."
     for side in ("baseline", "candidate"):
         missing = cover.missing_ranks[side]
-        if missing:
+        if missing and not are_summed:
             yield f"Not compared: the {side} lacks {ranks_phrase(missing)}."
         for table, rank in cover.unread[side]:
             yield f"Not compared: the {side} has lost rows of {table} of rank {rank}."

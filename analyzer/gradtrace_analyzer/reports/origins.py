@@ -9,6 +9,7 @@ from typing import Any
 
 from gradtrace_analyzer.diff import Answer, Origin
 from gradtrace_analyzer.failures import Failure
+from gradtrace_analyzer.noise import SCATTER
 from gradtrace_analyzer.repeated import Repeated
 from gradtrace_analyzer.replayed import replay_sentence
 from gradtrace_analyzer.reports.places import (
@@ -239,6 +240,8 @@ def _rounding(origin: Origin) -> str:
     change = origin.change
     if change is None or change.error is None or not change.tolerance:
         return ""
+    if change.noise is not None:
+        return f"; noise here is {change.tolerance / SCATTER:.0e}, which would explain {change.tolerance:.1e}"
     return f"; rounding would explain {change.tolerance:.1e}"
 
 
