@@ -6,7 +6,7 @@ that is may not, which is seen once it is open.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,22 +60,21 @@ def beyond_least(
     is_forward = table.table == "module_calls"
     found = np.zeros(len(rows[0]), bool)
     for one in judged:
-        share = _share(table, rows[0], one, arriving)
-        units = np.maximum(*(_units(side) for side in one.sides))
-        allowed = _each(units, least.forward if is_forward else least.layer) * _decisive(one)
+        share = _share(table, rows[0], one, starts, arriving)
+        allowed = _each(one, least.forward if is_forward else least.layer) * _decisive(one)
         found |= one.apart & ~(one.error * share <= allowed)
         if len(table.sides) == 2 and one is judged[-1] and one.sides[0].prefix == table.sides[1][1]:
-            found |= _lengthened(table, rows, one, share, _each(units, least.norm))
+            found |= _lengthened(table, rows, one, share, _each(one, least.norm))
     return found
 
 
-def _each(units: Array, allowed: object) -> Array:
-    assert callable(allowed)
-    known = {unit: allowed(unit) for unit in np.unique(units).tolist()}
-    found = np.zeros(len(units))
-    for unit, much in known.items():
-        found[units == unit] = much
-    return found
+def _each(one: Judged, allowed: Callable[[float], float]) -> Array:
+    """What each pair is allowed by the coarser of its dtypes."""
+    found = []
+    for side in one.sides:
+        places, names = codes_of(side.rows, f"{side.prefix}dtype")
+        found.append(np.array([*(allowed(roundoff(name)) for name in names), allowed(0.0)])[places])
+    return np.asarray(np.maximum(*found))
 
 
 def _units(side: Side) -> Array:
@@ -121,13 +120,15 @@ def _is_present(rows: pa.Table, name: str) -> Flags:
     return np.asarray(places < len(names))
 
 
-def _share(table: LinkTable, rows: pa.Table, one: Judged, arriving: dict[int, float]) -> Array:
+def _share(
+    table: LinkTable, rows: pa.Table, one: Judged, starts: Array, arriving: dict[int, float]
+) -> Array:
     """What part of the noise floor a gradient's norm is, at most 1."""
     if table.table not in ("gradients", "node_events"):
         return np.ones(len(rows))
-    steps = numbers_of(rows, "step")
-    kinds, where = np.unique(steps, return_inverse=True)
-    floors = np.array([_NOISE_FLOOR * arriving.get(step, 0.0) for step in kinds.tolist()])[where]
+    steps = numbers_of(rows, "step")[starts].tolist()
+    lengths = np.diff(np.r_[starts, len(rows)])
+    floors = np.repeat([_NOISE_FLOOR * arriving.get(step, 0.0) for step in steps], lengths)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(floors > 0, np.minimum(1.0, one.larger / floors), 1.0)
 
@@ -140,7 +141,7 @@ def _parameters(rows: pa.Table, one: Judged, least: Least, moved: frozenset[int]
     points, names = codes_of(rows, "point")
     is_after = points == (names.index("after") if "after" in names else -1)
     has_moved = np.isin(steps, np.fromiter(moved, np.int64, len(moved)))
-    far = one.error > _STATISTICS * _each(units, least.forward)
+    far = one.error > _STATISTICS * _each(one, least.forward)
     fqns, _ = codes_of(rows, "parameter_fqn")
     order = np.lexsort((is_after, fqns, numbers_of(rows, "root"), steps))
     places = np.empty(len(order), np.int64)

@@ -37,6 +37,7 @@ class Division:
     passes: int
     parameter_numel: int
     input_numel: int
+    input_count: int = 0
 
     def words(self) -> str:
         ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
@@ -80,12 +81,16 @@ def divisions(
             f"(SELECT coalesce(sum(numel), 0) FROM {side}.parameters SEMI JOIN here USING (step) "
             "WHERE point = 'before' AND rank = (SELECT min(rank) FROM "
             f"{side}.parameters)), "
-            f"(SELECT coalesce(sum(numel), 0) FROM {side}.inputs SEMI JOIN here USING (step) WHERE root IS NOT NULL)"
+            f"(SELECT coalesce(sum(numel), 0) FROM {side}.inputs SEMI JOIN here USING (step) WHERE root IS NOT NULL), "
+            f"(SELECT count(*) FROM {side}.inputs SEMI JOIN here USING (step) WHERE root IS NOT NULL)"
         ).fetchone()
-        passes, numel, fed = row or (0, 0, 0)
-        found.append(Division(run.world_size or len(run.ranks), passes or 0, numel, fed))
+        passes, numel, fed, calls = row or (0, 0, 0, 0)
+        found.append(Division(run.world_size or len(run.ranks), passes or 0, numel, fed, calls))
     a, b = found
     if (a.ranks, a.passes, a.parameter_numel) == (b.ranks, b.passes, b.parameter_numel):
+        return None
+    # One pass more or less for the same calls is no other division: it was left out, failed, or was made twice.
+    if (a.ranks, a.parameter_numel, a.input_count) == (b.ranks, b.parameter_numel, b.input_count):
         return None
     # A stage's root is fed by another stage: what enters the model is not told from that. Elsewhere it must be known.
     is_same = a.input_numel == b.input_numel and a.input_numel > 0

@@ -285,7 +285,10 @@ CREATE OR REPLACE TEMP TABLE changed_code AS
 WITH unmatched AS (
     SELECT 'node_events' AS of_table, rank, step, place, only_in, key_module_fqn AS module_fqn,
         key_node_name AS node_name, CAST(NULL AS VARCHAR) AS phase, key_parameter_fqn AS parameter_fqn
-    FROM differing_node_events WHERE only_in IS NOT NULL
+    FROM differing_node_events n WHERE only_in IS NOT NULL AND NOT EXISTS (
+        -- Nodes of a pass that one side alone has are that pass's.
+        FROM differing_backward_passes p WHERE p.only_in = n.only_in AND p.rank = n.rank AND p.step = n.step
+        AND p.key_backward_index = n.key_backward_index)
     UNION ALL SELECT 'module_calls', rank, step, place, only_in, key_module_fqn, NULL, key_phase, NULL
     FROM differing_module_calls WHERE only_in IS NOT NULL
     UNION ALL SELECT 'gradients', rank, step, place, only_in, NULL, NULL, NULL, key_parameter_fqn
