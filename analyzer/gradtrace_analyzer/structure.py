@@ -282,7 +282,11 @@ def _modules_and_parameters(side: str, parts: Parts, compiled: Sequence[str]) ->
 
 _CHANGED = """
 CREATE OR REPLACE TEMP TABLE changed_code AS
-WITH unmatched AS (
+WITH other_passes AS (
+    -- Where one side makes another pass, its passes ask for other Nodes: that tells nothing of a module's code.
+    SELECT DISTINCT rank, step FROM differing_backward_passes WHERE only_in IS NOT NULL
+),
+unmatched AS (
     SELECT 'node_events' AS of_table, rank, step, place, only_in, key_module_fqn AS module_fqn,
         key_node_name AS node_name, CAST(NULL AS VARCHAR) AS phase, key_parameter_fqn AS parameter_fqn
     FROM differing_node_events n WHERE only_in IS NOT NULL AND NOT EXISTS (
@@ -305,12 +309,12 @@ marked AS (
 ),
 seen_steps AS (
     SELECT rank, min(step) AS first, count(*) - count(u.step) AS step_count
-    FROM common LEFT JOIN unjudged u USING (rank, step) GROUP BY rank
+    FROM common LEFT JOIN unjudged u USING (rank, step) ANTI JOIN other_passes USING (rank, step) GROUP BY rank
 ),
 by_rank AS (
     SELECT of_table, only_in, module_fqn, node_name, phase, m.rank,
         min(step) = any_value(first) AND count(DISTINCT step) > $mostly * any_value(step_count) AS is_constant
-    FROM marked m JOIN seen_steps USING (rank)
+    FROM marked m ANTI JOIN other_passes USING (rank, step) JOIN seen_steps USING (rank)
     WHERE NOT is_lone AND of_table IN ('node_events', 'module_calls') AND parameter_fqn IS NULL GROUP BY ALL
 ),
 everywhere AS (
