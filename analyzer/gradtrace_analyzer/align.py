@@ -11,12 +11,16 @@ from typing import Any
 
 import duckdb
 
+from gradtrace_analyzer.chosen import Chosen
 from gradtrace_analyzer.differences import Change, Difference, changed_gradient, difference
 from gradtrace_analyzer.failures import Failure, one_sided_failures
+from gradtrace_analyzer.judgement import Judgement
 from gradtrace_analyzer.links import LINK_TABLES, LINKS
 from gradtrace_analyzer.opening import Opening, Reading, merged_spread
 from gradtrace_analyzer.pairing import SIDES, STATISTICS
 from gradtrace_analyzer.stage_edges import StageEdges, stage_edges
+from gradtrace_analyzer.structure import Parts, Structure, structure_of
+from gradtrace_analyzer.whereabouts import whereabouts_sql
 
 # Rows of one step that are looked at one by one. Where more differ, of each rank and table the first ones are, in
 # program order, and the first of those beyond tolerance and of those that read nothing that differs.
@@ -34,17 +38,24 @@ class Alignment:
         unread: Collection[tuple[str, int]] = (),
         *,
         unmatched: bool = True,
+        tells_structure: bool = True,
         torn_ends: Mapping[str, Mapping[int, int]] | None = None,
+        chosen: Chosen | None = None,
+        judgement: Judgement | None = None,
     ) -> None:
         """`unread` are the (table, rank) of which one side has lost rows: they are left out.
 
         Without `unmatched`, rows that one side alone has count for nothing: the sides were not asked for the
-        same. `torn_ends` are, by side, the ranks that did not end their recording, each with the last
+        same. With `tells_structure` what one side alone has is told, and changed code taken out of the differences.
+        `torn_ends` are, by side, the ranks that did not end their recording, each with the last
         step it reached: what is missing at its end is no difference.
         """
         self._connection = connection
         self._reading = reading
         self._ranks = ranks
+        self._chosen = chosen or Chosen()
+        self._judgement = judgement
+        self._last: tuple[int, list[Difference]] | None = None
         self._unread = {
             table.table: ", ".join(str(rank) for name, rank in unread if name == table.table)
             for table in LINK_TABLES
@@ -52,7 +63,20 @@ class Alignment:
         self._alone: dict[tuple[str, int, int], int] = {}  # by table, rank and step
         self._unmatched = unmatched
         self._torn_ends = torn_ends or {}
-        self._opening = Opening(connection, reading, ranks, self._unread, self._clean)
+        self._parts = Parts(connection)
+        self._failures: list[Failure] | None = None
+        self._tells_structure = tells_structure
+        self.structure = Structure()
+        self._opening = Opening(
+            connection,
+            reading,
+            ranks,
+            self._unread,
+            self._clean,
+            realigns=unmatched,
+            chosen=self._chosen,
+            least=None if judgement is None else judgement.least,
+        )
 
     def _clean(self) -> None:
         """Take out of the `differing_` tables what is no difference."""
@@ -60,7 +84,7 @@ class Alignment:
         for table in LINK_TABLES:
             for *place, count in connection.execute(
                 f"SELECT rank, step, count(*) FROM differing_{table.table} "
-                "WHERE only_in = 'baseline' GROUP BY ALL"
+                f"WHERE only_in = 'baseline' AND {self._chosen.condition(table, 'key_')} GROUP BY rank, step"
             ).fetchall():
                 self._alone[table.table, place[0], place[1]] = count
         # A gradient of zeros that is carried into a step is none: `zero_grad(set_to_none=False)`.
@@ -88,6 +112,25 @@ class Alignment:
                         f"DELETE FROM {name} WHERE only_in = ? AND rank = ? AND step = ?",
                         [other[side], rank, step],
                     )
+        judgement = self._judgement
+        if judgement is not None:
+            judgement.write()
+            # Casts and forwards that run again are no other code; what else changes nothing is told with the code.
+            judgement.set_aside(known=True)
+        if self._tells_structure:
+            self.structure = structure_of(connection, self._parts, self._all_failures())
+        if judgement is not None:
+            judgement.set_aside(known=False)
+        # What changed code is can be told from all that differs alone: what was not asked for goes afterwards.
+        for table in LINK_TABLES if not self._chosen.is_all else ():
+            connection.execute(
+                f"DELETE FROM differing_{table.table} WHERE NOT ({self._chosen.condition(table, 'key_')})"
+            )
+
+    @property
+    def counted_steps(self) -> int:
+        """How many of the steps that differ are not opened, but only counted."""
+        return len({t.step for t in self._opening.tallies})
 
     def steps(self) -> dict[str, dict[int, list[int]]]:
         """Each rank's steps by where they were seen: `both`, `baseline`, `candidate` alone."""
@@ -97,6 +140,8 @@ class Alignment:
         ).fetchall()
         found: dict[str, dict[int, list[int]]] = {"both": {}, "baseline": {}, "candidate": {}}
         for rank, step, in_baseline, in_candidate in rows:
+            if not self._chosen.wants_step(step):
+                continue
             where = "both" if in_baseline and in_candidate else None
             where = where or ("baseline" if in_baseline else "candidate")
             found[where].setdefault(rank, []).append(step)
@@ -114,13 +159,17 @@ class Alignment:
             name = table.table
             unread = {int(rank) for rank in self._unread[name].split(",") if rank}
             asked = [rank for rank in self._ranks if rank not in unread]
-            whole = [rank for rank in asked if rank not in by_step and not table.kinds]
+            whole = [
+                rank
+                for rank in asked
+                if rank not in by_step and not table.kinds and self._chosen.is_all
+            ]
             counts[name] = sum(self._reading.counts["baseline"].of(name, rank) for rank in whole)
             rest = ", ".join(str(rank) for rank in asked if rank not in whole)
             if rest:
                 counts[name] += self._number(
                     f"SELECT count(*) FROM baseline.{name} t SEMI JOIN common USING (rank, step) "
-                    f"WHERE t.rank IN ({rest}) AND {table.only}"
+                    f"WHERE t.rank IN ({rest}) AND {table.only} AND {self._chosen.condition(table)}"
                 )
             counts[name] -= sum(n for (of, _, _), n in self._alone.items() if of == name)
         return counts
@@ -144,21 +193,18 @@ class Alignment:
         )
 
     def first_step(self, *, exceeding: bool) -> int | None:
-        """The first step with a difference, or with one beyond tolerance.
-
-        Parameters are not judged by tolerance: an adaptive optimizer makes a whole step of the last bit of
-        a gradient.
-        """
+        """The first step with a difference, or with one that exceeds its tolerance."""
         condition = "WHERE exceeds" if exceeding else ""
         steps = [
             self._number(f"SELECT min(step) FROM differing_{t.table} {condition}")
             for t in LINK_TABLES
-            if not (exceeding and t.table == "parameters")
         ]
         return min((s for s in steps if s is not None), default=None)
 
     def differences_at(self, step: int) -> list[Difference]:
         """All differences of one step, in program order within each rank."""
+        if self._last is not None and self._last[0] == step:
+            return self._last[1]
         found: list[Difference] = []
         crowd = sum(
             self._number(f"SELECT count(*) FROM differing_{table.table} WHERE step = ?", [step])
@@ -172,7 +218,7 @@ class Alignment:
                 f"SELECT * FROM differing_{table.table} WHERE step = ?"
                 + (
                     f" QUALIFY {ordinal.format('0')} <= {most} OR {ordinal.format(reads)} <= {most} "
-                    f"OR {ordinal.format('exceeds')} <= {most}"
+                    f"OR {ordinal.format('beyond')} <= {most}"
                     if crowd > MOST_DIFFERENCES
                     else ""
                 ),
@@ -183,27 +229,49 @@ class Alignment:
                 difference(table, dict(zip(names, row, strict=True))) for row in cursor.fetchall()
             ]
         found.sort(key=lambda d: (d.rank, d.order))
+        self._last = (step, found)
         return found
 
     def equal_before(self, difference: Difference) -> int:
-        """How many rows of its table and kind the rank had before it in that step, all equal."""
+        """How many rows of its table and kind (class of Node or module) the rank had before it in that step, all
+        equal."""
+        kinds = {"node_events": "node_name", "module_calls": "module_class"}
+        kind = kinds.get(difference.table)
+        same = ""
+        if kind is not None:
+            value = (
+                "?"
+                if kind == "node_name"
+                else f"(SELECT any_value({kind}) FROM baseline.module_calls WHERE root = ? AND module_fqn = ?)"
+            )
+            same = f" AND t.{kind} = {value}"
+        parameters = {
+            "node_events": [difference.key.get("node_name")],
+            "module_calls": [difference.key.get("root"), difference.key.get("module_fqn")],
+        }.get(difference.table, [])
         count: int = self._number(
             f"SELECT count(*) FROM baseline.{difference.table} t JOIN step_start s "
             "USING (rank, step) WHERE s.side = 'baseline' AND rank = ? AND step = ? "
-            "AND record_index - s.first < ?",
-            [difference.rank, difference.step, difference.order],
+            f"AND record_index - s.first < ?{same}",
+            [difference.rank, difference.step, difference.order, *parameters],
         )
         return count
 
     def spread(self) -> list[dict[str, Any]]:
-        """For each rank and link: the first step that differs, how many rows do, the largest error. In the
-        order of ranks, steps and the chain."""
+        """For each rank and link: the first step that differs, and where; how many rows do, the largest error, how many
+        have none (NaN on one side, or no tensor). In the order of ranks, steps and the chain."""
         rows: list[tuple[Any, ...]] = []
         for table in LINK_TABLES:
             point = "key_point" if "point" in table.key else "NULL"
+            where = whereabouts_sql(table.table)
             rows += self._connection.execute(
-                f"SELECT rank, '{table.table}', {point}, min(step), count(*), max(error), "
-                f"bool_or(exceeds) FROM differing_{table.table} GROUP BY ALL"
+                f"WITH g AS (SELECT rank, {point} AS point, min(step) AS step, count(*) AS n, max(error) AS error, "
+                "bool_or(exceeds) AS is_beyond, count(*) FILTER (only_in IS NULL AND error IS NULL) AS unmeasured "
+                f"FROM differing_{table.table} GROUP BY ALL) "
+                f"SELECT g.rank, '{table.table}', g.point, g.step, any_value(n), any_value(g.error), "
+                f"any_value(is_beyond), any_value(unmeasured), arg_min({where}, place) "
+                f"FROM g JOIN differing_{table.table} d ON d.rank = g.rank AND d.step = g.step "
+                f"AND {point} IS NOT DISTINCT FROM g.point GROUP BY ALL"
             ).fetchall()
         found = merged_spread(rows, self._opening.tallies)
         return sorted(found, key=lambda e: (e["rank"], e["first_step"], LINKS.index(e["link"])))
@@ -289,23 +357,51 @@ class Alignment:
         ).fetchone()
         return row
 
+    def first_changed(self, step: int) -> Difference | None:
+        """The first row of a step that changed code left on one side alone; None where it left none there."""
+        row = self._connection.execute(
+            "SELECT of_table, rank, step, place, only_in, module_fqn, node_name, phase, parameter_fqn "
+            "FROM changed_code WHERE step = ? ORDER BY rank, place LIMIT 1",
+            [step],
+        ).fetchone()
+        if row is None:
+            return None
+        table, rank, at, place, only_in, *names = row
+        key = dict(zip(("module_fqn", "node_name", "phase", "parameter_fqn"), names, strict=True))
+        point = {"gradients": "local", "parameters": "before"}.get(table)
+        key |= {"point": point} if point is not None else {}
+        return Difference(table, rank, at, float(place), only_in, key)
+
     def failures(self) -> list[Failure]:
         """Exceptions that left a backward pass on one side alone."""
-        return one_sided_failures(self._connection)
+        chosen = self._chosen
+        if chosen.modules or not chosen.wants_link("backward"):
+            return []
+        return [
+            f
+            for f in self._all_failures()
+            if chosen.wants_rank(f.rank) and chosen.wants_step(f.step)
+        ]
+
+    def _all_failures(self) -> list[Failure]:
+        if self._failures is None:
+            self._failures = one_sided_failures(self._connection)
+        return self._failures
 
     def first_nonfinite(self) -> Difference | None:
-        """The first pair, by step and program order, of which one side alone holds NaN or infinity."""
+        """The first pair, by step and program order, of which one side alone holds NaN or infinity, or row of one
+        side alone that does."""
         first: Difference | None = None
         for table in LINK_TABLES:
-            if table.table not in ("inputs", "module_calls", "node_events"):
+            if not table.sides:
                 continue
             apart = " OR ".join(
-                f"({role}_b_{s} > 0) <> ({role}_c_{s} > 0)"
+                f"(coalesce({role}_b_{s}, 0) > 0) <> (coalesce({role}_c_{s}, 0) > 0)"
                 for role, _ in table.sides
                 for s in ("nan_count", "inf_count")
             )
             cursor = self._connection.execute(
-                f"SELECT * FROM differing_{table.table} WHERE only_in IS NULL AND ({apart}) "
+                f"SELECT * FROM differing_{table.table} WHERE {apart} "
                 "ORDER BY step, place, rank LIMIT 1"
             )
             names = [column[0] for column in cursor.description or ()]
@@ -339,28 +435,6 @@ class Alignment:
             found += [None] * (position - len(found))
             found.append(changed_gradient(values, is_equal, d))
         return (found if of_baseline == of_candidate else []), of_baseline, of_candidate
-
-    def lone_names(self) -> list[dict[str, str]]:
-        """Modules and parameters that one side alone has, over all common steps."""
-        found = []
-        for kind, table, column in (
-            ("module", "module_calls", "module_fqn"),
-            ("parameter", "parameters", "parameter_fqn"),
-        ):
-            names = {
-                side: {
-                    name
-                    for (name,) in self._connection.execute(
-                        f"SELECT DISTINCT {column} FROM {side}.{table} "
-                        "SEMI JOIN common USING (rank, step)"
-                    ).fetchall()
-                }
-                for side in SIDES
-            }
-            for side, other in (SIDES, SIDES[::-1]):
-                lone = sorted(names[side] - names[other])
-                found += [{"kind": kind, "name": name, "only_in": side} for name in lone]
-        return found
 
     def _number(self, query: str, parameters: Sequence[Any] = ()) -> Any:
         row = self._connection.execute(query, list(parameters)).fetchone()

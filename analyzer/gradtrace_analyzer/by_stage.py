@@ -24,7 +24,8 @@ SIDES = ("baseline", "candidate")
 # Where rows come in the step of a stage; what is of a microbatch is that much later.
 _PARAMETERS, _FORWARD, _CARRIED, _BACKWARD = 0, 1_000, 100_000, 200_000
 _LAST_LOCAL, _REDUCED, _FINAL, _OPTIMIZER, _AFTER, _STEP = (300_000 + n for n in range(6))
-_BLOCK = 10**12
+# Small enough that a place is exact as a float, with its halves.
+_BLOCK = 10**9
 # Behind the Nodes of a microbatch comes what they were added to, and last the action's own row.
 _SUMS, _END = _BLOCK // 4, _BLOCK // 2
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import duckdb
 
 from gradtrace_analyzer.align import Alignment
+from gradtrace_analyzer.around import equal_in_step, with_later, with_root
 from gradtrace_analyzer.by_stage import Stages, arrange, scheduled_otherwise
-from gradtrace_analyzer.configuration import apart_in_configuration
+from gradtrace_analyzer.chosen import Chosen
+from gradtrace_analyzer.configuration import apart_in_configuration, changes_numbers
 from gradtrace_analyzer.cover import (
     Cover,
     all_steps,
@@ -28,38 +29,75 @@ from gradtrace_analyzer.diff import (
     Answer,
     Origin,
     Verdict,
-    firsts,
-    split_by_inheritance,
+    by_rank,
 )
-from gradtrace_analyzer.differences import Change, Difference
-from gradtrace_analyzer.endings import endings
-from gradtrace_analyzer.failures import Failure
+from gradtrace_analyzer.diff import firsts as firsts_of
+from gradtrace_analyzer.differences import Change
+from gradtrace_analyzer.factors import likely_causes
 from gradtrace_analyzer.footers import row_counts, table_counts
+from gradtrace_analyzer.judgement import Judgement
+from gradtrace_analyzer.likely_renames import Naming, settle_names
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
+from gradtrace_analyzer.notes import (
+    abandoned,
+    compared_with_itself,
+    counted_only,
+    deaths_of,
+    rng_notes,
+)
 from gradtrace_analyzer.opening import Reading
-from gradtrace_analyzer.pipelines import Place
 from gradtrace_analyzer.progress import progress
+from gradtrace_analyzer.renames import Rename
+from gradtrace_analyzer.repartitioned import Repartitioned, Sums, divisions
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
-from gradtrace_analyzer.reports.failures import died_phrase
+from gradtrace_analyzer.rewritten import aside_sentence, scaled_sentence
 from gradtrace_analyzer.run import Run, ranks_phrase
-
-_Place = TypeVar("_Place", Origin, Origin | None)
+from gradtrace_analyzer.search import StepSearch
+from gradtrace_analyzer.skipped import skipped_batches
+from gradtrace_analyzer.stage_edges import on_ranks
+from gradtrace_analyzer.structure import Lone, wants_lone
+from gradtrace_analyzer.surroundings import Surroundings
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
 WITNESS_ROWS = 8
 
-# What cannot differ by rounding: it is given to the step, not computed in it.
-_GIVEN = frozenset({"parameters", "rng", "inputs", "structure"})
 
+def compare(
+    baseline: Run,
+    candidate: Run,
+    *,
+    exact: bool = False,
+    renames: Sequence[Rename] = (),
+    chosen: Chosen | None = None,
+    with_chain: bool = False,
+    precision: str | None = None,
+    repeats: Sequence[Run] = (),
+    scale: float = 1.0,
+) -> Answer:
+    """The answer of `analyzer diff`. With `exact` any changed bit is a difference.
 
-def compare(baseline: Run, candidate: Run, *, exact: bool = False) -> Answer:
-    """The answer of `analyzer diff`. With `exact` any changed bit is a difference."""
+    `renames` take names of the baseline to those of the candidate. Raises BadRename for one that does not fit.
+    Only what is `chosen` is compared. `with_chain`, the answer holds the rows around the first origin. `repeats` are
+    further runs of the baseline, from which noise is measured. `precision` is that of matrix products on one side
+    where no record tells it; `scale` multiplies the tolerances.
+    """
+    wanted = chosen or Chosen()
     runs = {"baseline": baseline, "candidate": candidate}
-    ranks = sorted(set(baseline.ranks) & set(candidate.ranks))
+    ranks = sorted(filter(wanted.wants_rank, set(baseline.ranks) & set(candidate.ranks)))
     connection = connect_pair(baseline, candidate)
     try:
-        return _compared(connection, runs, ranks, exact)
+        naming = Naming()
+        if ranks:
+            may_guess = not asked_differently(runs)
+            naming = settle_names(connection, ranks, renames, may_guess=may_guess)
+        judgement = Judgement(
+            connection, runs, precision=precision, repeats=repeats, exact=exact, scale=scale
+        )
+        try:
+            return _compared(connection, runs, ranks, exact, naming, wanted, with_chain, judgement)
+        finally:
+            judgement.close()
     finally:
         connection.close()
 
@@ -69,6 +107,10 @@ def _compared(
     runs: Mapping[str, Run],
     ranks: Sequence[int],
     exact: bool,
+    naming: Naming,
+    chosen: Chosen,
+    with_chain: bool,
+    judgement: Judgement,
 ) -> Answer:
     with progress("reading how many rows there are"):
         counts = {side: row_counts(connection, run) for side, run in runs.items()}
@@ -80,7 +122,8 @@ def _compared(
     if scheduled_otherwise(connection, of_one_size=len(sizes) == 1 and None not in sizes):
         stages = arrange(connection)
         counts = {side: table_counts(connection, side) for side in runs}
-        ranks = stages.common
+        holders = stages.ranks["candidate"]
+        ranks = [stage for stage in stages.common if chosen.wants_rank(holders[stage])]
         lost = [
             (table, stage)
             for side, places in unread.items()
@@ -93,20 +136,24 @@ def _compared(
         }
     alignment = Alignment(
         connection,
-        Reading(runs, counts, are_arranged=stages is not None),
+        Reading(runs, counts, are_arranged=stages is not None, are_renamed=bool(naming.renames)),
         ranks,
         lost,
         unmatched=not asked_differently(runs) and not any(map(problems_of, runs.values())),
+        tells_structure=not asked_differently(runs),
         torn_ends=torn,
+        # Stages have been put in the place of ranks: those that were asked for are known.
+        chosen=chosen if stages is None else replace(chosen, ranks=None),
+        judgement=judgement,
     )
     steps = alignment.steps()
-    cover = cover_of(runs, ranks, steps, alignment.compared(), unread, stages)
+    cover = cover_of(runs, ranks, steps, alignment.compared(), unread, stages, chosen)
     common = sorted({step for of_rank in steps["both"].values() for step in of_rank})
     configuration = apart_in_configuration(runs)
     failures = alignment.failures()
-    lone = [*_lone_ranks(cover)]
-    if not asked_differently(runs):
-        lone += alignment.lone_names()
+    structure = alignment.structure
+    lone = [entry for entry in structure.lone if wants_lone(chosen, entry)]
+    is_other_model = any(entry.has_parameters for entry in lone)
 
     def answer(
         verdict: Verdict,
@@ -116,34 +163,86 @@ def _compared(
         inherited: Sequence[Origin] = (),
         notes: Sequence[str] = (),
         first_bits: Origin | None = None,
+        sums: Repartitioned | None = None,
     ) -> Answer:
+        spread = alignment.spread()
+        step = origins[0].step if origins else None
+        differences = [] if step is None else alignment.differences_at(step)
+        here = None if step is None else Surroundings(connection, cover, step)
+        roots = {} if here is None else here.roots()
+        origins = [
+            _with_replays(connection, with_root(o, roots))
+            for o in (with_later(origins, spread) if origins and sums is None else origins)
+        ]
+        died = deaths_of(runs) if origins else []
+        is_undone = bool(origins) and _is_undone(origins[0])
+        chain = (
+            here.passages(origins[0].difference, differences)
+            if here and with_chain and sums is None
+            else ()
+        )
         return Answer(
             verdict=verdict,
             reason=reason,
-            origins=tuple(_on_ranks(_with_replays(connection, o), stages) for o in origins),
-            inherited=tuple(_on_ranks(o, stages) for o in inherited),
+            origins=tuple(on_ranks(o, stages) for o in origins),
+            inherited=tuple(on_ranks(with_root(o, roots), stages) for o in inherited),
             cover=cover,
             configuration=tuple(configuration),
-            structure=tuple(lone),
-            spread=tuple(
-                alignment.spread() if stages is None else stages.spread(alignment.spread())
-            ),
+            structure=(*_lone_ranks(cover), *lone),
+            renames=naming.renames,
+            likely_renames=naming.likely,
+            causes=tuple(likely_causes(connection, runs, origins[0])) if origins else (),
+            deaths=tuple(died if is_undone else ()),
+            # Rows that do not pair one to one spread over everything.
+            spread=()
+            if sums is not None
+            else tuple(spread if stages is None else stages.spread(spread)),
+            rule=judgement.rule,
+            noise=judgement.noise,
+            sums=sums,
+            aside=tuple(judgement.aside),
+            scaled=tuple(judgement.scaled),
             notes=(
+                *compared_with_itself(runs),
                 *notes,
+                *counted_only(structure, alignment.counted_steps),
                 *([] if stages is None else [stages.note()]),
-                *_abandoned(alignment, origins),
-                *_deaths(runs, origins),
+                *abandoned(alignment, origins),
+                *(() if is_undone else died),
+                *(
+                    skipped_batches(connection)
+                    if origins and stages is None and sums is None
+                    else ()
+                ),
             ),
             unseen=tuple(_unseen(runs, cover, origins[0], common) if origins else ()),
             first_bits=first_bits,
             failures=tuple(failures),
             repeated=tuple(repeated(connection, origins[0].step)) if origins else (),
-            first_nonfinite=_on_ranks(_first_nonfinite(alignment, origins), stages),
+            first_nonfinite=on_ranks(_first_nonfinite(alignment, origins, roots), stages),
+            equal=(
+                equal_in_step(differences, cover, here.modules(), roots)
+                if here is not None and verdict == "different" and sums is None
+                else {}
+            ),
+            chain=tuple(chain),
         )
 
-    nothing = _nothing_to_compare(runs, ranks, steps, alignment)
+    nothing = _nothing_to_compare(runs, ranks, steps, alignment, cover) or naming.unrelated
     if nothing is not None:
         return answer("incomparable", nothing)
+    notes = [scaled_sentence(judgement.scaled)] if judgement.scaled else []
+    notes += [aside_sentence(judgement.aside)] if judgement.aside else []
+    # Stages that were arranged pair, and so do two models that are not the same one.
+    is_divided = stages is None and not is_other_model and not (chosen.modules or chosen.links)
+    parts = divisions(connection, runs) if is_divided and not exact else None
+    if parts is not None:
+        sums = Sums(connection, parts, judgement.rule, judgement.scale).compared(common)
+        if sums.step is None:
+            return answer("within_tolerance", notes=notes, sums=sums)
+        modules = {0: alignment.module_fqns(sums.step, min(ranks), 0)}
+        found = firsts_of(by_rank(sums.differences, exceeding=True), (), modules, exceeding=True)
+        return answer("different", origins=found, notes=notes, sums=sums)
     step = alignment.first_step(exceeding=False)
     failed = min((f.step for f in failures), default=None)
     if failed is not None and (step is None or failed < step):
@@ -151,65 +250,43 @@ def _compared(
     if step is None:
         if not cover.is_whole:
             return answer("incomparable", lacking_words(cover))
-        notes = _rng_notes(alignment, common) if cover.has_fingerprints else []
-        if any(entry["kind"] in ("module", "parameter") for entry in lone):
+        notes += rng_notes(alignment, common) if cover.has_fingerprints else []
+        if is_other_model:
             return answer("different", notes=notes)
-        return answer("identical", notes=notes)
+        if judgement.aside:
+            return answer("within_tolerance", notes=notes)
+        return answer("within_tolerance" if lone else "identical", notes=notes)
 
-    origins, inherited = _places(alignment, step, failures, exceeding=False)
-    reproducible = not configuration and _is_reproducible(alignment, common, step, origins)
-    if exact or reproducible or any(o.link in _GIVEN or o.difference.exceeds for o in origins):
-        return answer("different", origins=origins, inherited=inherited)
-    step = alignment.first_step(exceeding=True)
-    if step is None:
-        return answer("within_tolerance", origins=origins, inherited=inherited)
-    first_bits = origins[0]
-    origins, inherited = _places(alignment, step, failures, exceeding=True)
-    return answer("different", origins=origins, inherited=inherited, first_bits=first_bits)
+    def search(step: int, *, exceeding: bool) -> StepSearch:
+        here = Surroundings(connection, cover, step)
+        return StepSearch(alignment, here, failures, common, exceeding=exceeding)
 
-
-def _on_ranks(origin: _Place, stages: Stages | None) -> _Place:
-    """An origin with the candidate's ranks in place of the stages that were compared as such."""
-    if stages is None or origin is None:
-        return origin
-    held = stages.ranks["candidate"]
-    source = origin.source
-    # Passes have been numbered by microbatch.
-    key = {**origin.difference.key, "backward_index": None}
-    return replace(
-        origin,
-        difference=replace(origin.difference, key=key),
-        ranks=tuple(held[stage] for stage in origin.ranks),
-        place=origin.place or Place(origin.ranks[0] % stages.count),
-        source=None if source is None else (held[source[0]], source[1]),
+    search_first = search(step, exceeding=False)
+    firsts = search_first.firsts
+    other_kernel = any(a.kind == "optimizer kernel" for a in judgement.aside)
+    noisy = judgement.noise is not None and not judgement.noise.is_zero
+    changed = (
+        changes_numbers(configuration)
+        or bool(structure.code)
+        or other_kernel
+        or bool(judgement.scaled)
+        or noisy
     )
-
-
-def _places(
-    alignment: Alignment, step: int, failures: Sequence[Failure], *, exceeding: bool
-) -> tuple[list[Origin], list[Origin]]:
-    differences = alignment.differences_at(step)
-    modules = {
-        d.rank: alignment.module_fqns(step, d.rank, d.key["root"])
-        for d in _module_calls(differences)
-    }
-    forwards = any(d.table in ("inputs", "module_calls") for d in differences)
-    # Two passes of a step may fail, one after another: the first is the reason.
-    failed = {f.rank: f for f in reversed(failures) if f.step == step}
-    candidates = firsts(
-        differences,
-        alignment.rng_to_blame(step),
-        modules,
-        exceeding=exceeding,
-        failures=failed,
-        unused=alignment.unused_forwards(step) if forwards else {},
+    reproducible = not changed and _is_reproducible(alignment, common, step, firsts)
+    beyond = alignment.first_step(exceeding=True)
+    if failed is not None and (beyond is None or failed < beyond):
+        beyond = failed
+    quiet = judgement.noise is not None and judgement.noise.is_zero and not changed
+    at_once = beyond == step and any(o.difference.exceeds for o in firsts if not o.code)
+    if exact or reproducible or quiet or at_once or is_other_model:
+        origins, inherited = search_first.origins()
+        return answer("different", origins=origins, inherited=inherited, notes=notes)
+    if beyond is None:
+        return answer("within_tolerance", origins=firsts, notes=notes)
+    origins, inherited = search(beyond, exceeding=True).origins()
+    return answer(
+        "different", origins=origins, inherited=inherited, first_bits=firsts[0], notes=notes
     )
-    edges = alignment.stage_edges(step)
-    travelled: list[Origin] = []
-    if edges is not None:
-        candidates, travelled = edges.placed(candidates, differences)
-    origins, inherited = split_by_inheritance(candidates)
-    return [_with_positions(alignment, o) for o in origins], [*inherited, *travelled]
 
 
 def _with_replays(connection: duckdb.DuckDBPyConnection, origin: Origin) -> Origin:
@@ -219,31 +296,19 @@ def _with_replays(connection: duckdb.DuckDBPyConnection, origin: Origin) -> Orig
     return replace(origin, replays=replayed(connection, origin.difference, origin.ranks))
 
 
-def _with_positions(alignment: Alignment, origin: Origin) -> Origin:
-    """A Node's origin with those of its gradients that differ, where not all do; one alone gives the numbers."""
-    d = origin.difference
-    if d.table != "node_events" or None in d.event_indices:
-        return origin
-    direction = "grad_output" if origin.between else "grad_input"
-    gradients, before, after = alignment.node_gradients(d, direction)
-    if before != after:
-        return replace(origin, gradient_counts=(before, after))
-    apart = {n: g for n, g in enumerate(gradients) if g is not None and g.differs}
-    if not apart or len(apart) == sum(g is not None for g in gradients):
-        return origin
-    change = next(iter(apart.values())) if len(apart) == 1 else origin.change
-    count = sum(g is not None for g in gradients)
-    return replace(origin, positions=tuple(apart), position_count=count, change=change)
-
-
-def _first_nonfinite(alignment: Alignment, origins: Sequence[Origin]) -> Origin | None:
+def _first_nonfinite(
+    alignment: Alignment, origins: Sequence[Origin], roots: Mapping[int, str]
+) -> Origin | None:
     """The first value that is not finite on one side alone, where the origins do not say so themselves."""
     d = alignment.first_nonfinite() if origins else None
     if d is None or any(o.difference.key == d.key and o.step == d.step for o in origins):
         return None
     reads = d.reads is not None and _finite_apart(d.reads)
     change = d.reads if reads else d.writes
-    return Origin(d.link, d, (d.rank,), d.key.get("module_fqn"), change, between=reads)
+    if any(o.difference.table == "failures" for o in origins) and d.only_in is not None:
+        return None  # what a failed pass left undone
+    found = Origin(d.link, d, (d.rank,), d.key.get("module_fqn"), change, between=reads)
+    return with_root(found, roots)
 
 
 def _finite_apart(change: Change) -> bool:
@@ -254,40 +319,10 @@ def _finite_apart(change: Change) -> bool:
     )
 
 
-def _abandoned(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
-    """That one side gave up a forward where the other went on, for what it alone has."""
-    for origin in origins:
-        if origin.link != "structure":
-            continue
-        counts = alignment.abandoned_forwards(origin.step, origin.difference.rank)
-        if counts is not None and counts[0] != counts[1]:
-            before, after = (n or "none" for n in counts)
-            return [
-                f"In that step, rank {origin.difference.rank} made {before} "
-                f"{'forward' if counts[0] == 1 else 'forwards'} in the baseline that no backward pass "
-                f"followed, and {after} in the candidate."
-            ]
-    return []
-
-
-def _deaths(runs: Mapping[str, Run], origins: Sequence[Origin]) -> list[str]:
-    """Where ranks of a side died: what others then failed or stopped with follows from that."""
-    found = []
-    for side, run in runs.items() if origins else ():
-        if run.incomplete_ranks:
-            found += [
-                f"The {side}'s {died_phrase(e)}." for e in endings(run).of("died", "silent")[:4]
-            ]
-    return found
-
-
-def _module_calls(differences: Sequence[Difference]) -> list[Difference]:
-    """The first differing module call of each rank."""
-    first: dict[int, Difference] = {}
-    for difference in differences:
-        if difference.table == "module_calls":
-            first.setdefault(difference.rank, difference)
-    return list(first.values())
+def _is_undone(origin: Origin) -> bool:
+    """Whether it is something that one side did not come to do: a rank that died is then the cause."""
+    waited = origin.failure is not None and origin.failure.row["node_name"] is None
+    return waited or (origin.link == "structure" and not origin.code)
 
 
 def _is_reproducible(
@@ -309,16 +344,29 @@ def _nothing_to_compare(
     ranks: Sequence[int],
     steps: Mapping[str, Mapping[int, Sequence[int]]],
     alignment: Alignment,
+    cover: Cover,
 ) -> str | None:
     a, b = runs["baseline"], runs["candidate"]
     if not ranks:
-        return f"no rank was recorded on both sides: {held(a.ranks)} against {held(b.ranks)}"
+        asked = cover.chosen.listed_ranks
+        which = f"{held(asked)} was not" if asked else "no rank was"
+        return f"{which} recorded on both sides: {held(a.ranks)} against {held(b.ranks)}"
     if not steps["both"]:
+        if cover.chosen.step is not None:
+            return f"step {cover.chosen.step} was not recorded on both sides"
+        own = {side: all_steps(steps[side]) for side in runs}
+        empty = [side for side, of_side in own.items() if not of_side]
+        if empty:
+            return (
+                f"the {' and the '.join(empty)} {'holds' if len(empty) == 1 else 'hold'} no step yet: nothing was "
+                "recorded before the job ended, or it has only just begun"
+            )
         return (
-            "no step was recorded on both sides: "
-            f"{held(all_steps(steps['baseline']), 'step')} against "
-            f"{held(all_steps(steps['candidate']), 'step')}"
+            f"no step was recorded on both sides: {held(own['baseline'], 'step')} against "
+            f"{held(own['candidate'], 'step')} (GRADTRACE_STEP_OFFSET shifts a resumed job's; GRADTRACE_STEPS chooses)"
         )
+    if not cover.chosen.is_all and not any(cover.rows.values()):
+        return f"nothing that both recorded is of {cover.chosen.said}"
     if not alignment.summarised():
         return (
             "one side recorded neither values nor norms (GRADTRACE_SUMMARY=off, or nothing that could be "
@@ -345,10 +393,11 @@ def _unseen(
     found = [
         what
         for link, table, what in _HELD_IN
-        if LINKS.index(link) < before and not cover.rows.get(table)
+        if LINKS.index(link) < before
+        and not (cover.rows.get(table) and cover.chosen.wants_link(link))
     ]
     chosen = [setting(run, "modules") for run in runs.values()]
-    if any(chosen):
+    if any(chosen) or cover.chosen.modules:
         found.append("modules outside the filter")
     if origin.link not in LOCAL_LINKS:
         seen = set(cover.ranks)
@@ -361,21 +410,10 @@ def _unseen(
     return found
 
 
-def _lone_ranks(cover: Cover) -> list[dict[str, Any]]:
+def _lone_ranks(cover: Cover) -> list[Lone]:
     other = {"baseline": "candidate", "candidate": "baseline"}
     return [
-        {"kind": "rank", "name": str(rank), "only_in": other[side]}
+        Lone(kind="rank", name=str(rank), only_in=other[side], ranks=(rank,))
         for side, missing in cover.missing_ranks.items()
         for rank in missing
     ]
-
-
-def _rng_notes(alignment: Alignment, steps: Sequence[int]) -> list[str]:
-    for step in steps:
-        ranks = alignment.rng_differs(step)
-        if ranks:
-            return [
-                f"The random generators differ from step {step} on ({ranks_phrase(ranks)}), "
-                "but nothing that was recorded depends on them."
-            ]
-    return []

@@ -9,6 +9,7 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.by_stage import Stages
+from gradtrace_analyzer.chosen import Chosen
 from gradtrace_analyzer.footers import Counts
 from gradtrace_analyzer.links import LINK_TABLES
 from gradtrace_analyzer.run import Run, ranks_phrase, spans
@@ -36,11 +37,25 @@ class Cover:
     has_fingerprints: bool = True
     flights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     stages: Mapping[int, int] = field(default_factory=dict)
+    world_size: int = 1
+    chosen: Chosen = field(default_factory=Chosen)
 
     @property
     def by_stage(self) -> bool:
         """Whether stages were compared in place of ranks."""
         return bool(self.stages)
+
+    @property
+    def sees_all_ranks(self) -> bool:
+        """Whether every rank of the job was compared, or every stage."""
+        everyone = set(self.stages) if self.by_stage else set(range(self.world_size))
+        return set(self.ranks) >= everyone
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether modules or links were left out, when recording or now."""
+        filtered = any("modules" in of_side for of_side in self.filters.values())
+        return bool(filtered or self.chosen.modules or self.chosen.links)
 
     @property
     def is_whole(self) -> bool:
@@ -86,10 +101,13 @@ def cover_of(
     rows: Mapping[str, int],
     unread: Mapping[str, Sequence[tuple[str, int]]],
     stages: Stages | None = None,
+    chosen: Chosen | None = None,
 ) -> Cover:
+    wanted = chosen or Chosen()
     everywhere = {r for run in runs.values() for r in (*run.ranks, *run.missing_ranks)}
     if _common_rank_filter(runs):
         everywhere = {r for run in runs.values() for r in run.ranks}
+    everywhere = {rank for rank in everywhere if wanted.wants_rank(rank)}
     missing = {side: tuple(sorted(everywhere - set(run.ranks))) for side, run in runs.items()}
     if stages is not None:
         # Only what its own side lacks: the other may have more ranks for the same stages.
@@ -103,11 +121,17 @@ def cover_of(
         missing_steps={
             side: {rank: tuple(own) for rank, own in steps[other[side]].items()} for side in runs
         },
-        incomplete_ranks={side: run.incomplete_ranks for side, run in runs.items()},
+        incomplete_ranks={
+            side: tuple(filter(wanted.wants_rank, run.incomplete_ranks))
+            for side, run in runs.items()
+        },
         dropped={side: _counts(run, "dropped") for side, run in runs.items()},
         unsummarised={side: _counts(run, "unsummarised") for side, run in runs.items()},
         filters={side: _filters(run) for side, run in runs.items()},
-        unread={side: tuple(places) for side, places in unread.items()},
+        unread={
+            side: tuple(place for place in places if wanted.wants_rank(place[1]))
+            for side, places in unread.items()
+        },
         problems={side: tuple(problems_of(run)) for side, run in runs.items()},
         flights={
             side: tuple(sorted({*all_steps(steps["both"]), *all_steps(steps[side])}))
@@ -115,6 +139,8 @@ def cover_of(
             if run.flight_steps is not None
         },
         stages={} if stages is None else stages.ranks["candidate"],
+        world_size=max((run.world_size or 1 for run in runs.values()), default=1),
+        chosen=wanted,
         has_fingerprints=all(setting(run, "summary") in ("full", None) for run in runs.values()),
     )
 

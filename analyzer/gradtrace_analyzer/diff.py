@@ -9,19 +9,42 @@ that differed before.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from gradtrace_analyzer.cover import Cover
 from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
+from gradtrace_analyzer.noise import Noise
+from gradtrace_analyzer.passages import Passage
 from gradtrace_analyzer.pipelines import Place
+from gradtrace_analyzer.renames import Rename
+from gradtrace_analyzer.repartitioned import Repartitioned
 from gradtrace_analyzer.repeated import Repeated
 from gradtrace_analyzer.replayed import Replayed
 from gradtrace_analyzer.rescaled import Rescaled, first_rescaled
+from gradtrace_analyzer.rewritten import Aside, Scaled
+from gradtrace_analyzer.structure import Lone
+from gradtrace_analyzer.tolerance import Rule
 
 Verdict = Literal["identical", "within_tolerance", "different", "incomparable"]
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The first row of a rank that inherits from an origin."""
+
+    rank: int
+    step: int
+    link: str
+    key: Mapping[str, Any]
+    bucket_index: int | None = None
+
+    @classmethod
+    def by(cls, d: Difference) -> Reached:
+        """That row."""
+        return cls(d.rank, d.step, d.link, d.key, d.bucket_index)
 
 
 @dataclass(frozen=True)
@@ -33,8 +56,14 @@ class Origin:
     (the other parameters of a changed set). `failure` is the exception that one side's backward pass ended
     with, where that is the place. `positions` are those of the Node's `position_count` gradients that differ,
     where not all do; `gradient_counts` their numbers on both sides where these differ. `aside` is a difference
-    before it in a forward that no backward pass followed, `rescaled` where its factor ends. In a pipeline, `place` is
-    the action that it is in, `source` the rank and stage that what it received came from, where that differs.
+    before it in a forward that no backward pass followed, `rescaled` where its factor ends. `code` are the changes
+    of the code from which the place follows, the first of it being `follower`. In a pipeline, `place` is the action
+    that it is in, `source` the rank and stage that what it received came from, where that differs. `repeat_count` is
+    how often the same place shows it again, in other passes. `heirs` counts, by link, the rows that can have
+    inherited from it alone and from others too; `reached` is where each other rank first differs because of it.
+    `root_name` names its root module, where there are several. `rewritten` is a parameter of its module that was
+    changed between the step's first forward and its end by other code than the optimizer. `shares_input` is true
+    where another origin's module was called with the same tensor, and some gradients alone of both differ.
     """
 
     link: str
@@ -51,8 +80,16 @@ class Origin:
     aside: Difference | None = None
     rescaled: Rescaled | None = None
     replays: tuple[Replayed, ...] = ()
+    code: tuple[Lone, ...] = ()
+    follower: Difference | None = None
     place: Place | None = None
     source: tuple[int, int] | None = None
+    repeat_count: int = 0
+    heirs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    reached: tuple[Reached, ...] = ()
+    root_name: str | None = None
+    rewritten: str | None = None
+    shares_input: bool = False
 
     @property
     def step(self) -> int:
@@ -72,15 +109,6 @@ class Origin:
         return name if isinstance(name, str) else None
 
     @property
-    def is_of_its_rank(self) -> bool:
-        """Whether it lies in what the rank does by itself: then it cannot come from another rank."""
-        if self.failure is not None and self.failure.row["node_name"] is None:
-            return False  # it failed while it waited, or in a check: another rank may be the reason
-        if self.link != "bucket":
-            return self.link in LOCAL_LINKS or self.link in ("structure", "stage")
-        return self.between or bool(self.difference.values)
-
-    @property
     def factor(self) -> float | None:
         """f where candidate = f x baseline within noise."""
         return self.change.factor if self.change is not None else None
@@ -88,12 +116,17 @@ class Origin:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a diff has found.
+    """What a diff has found. `equal` is what of the origins' step does not differ anywhere: ranks, links, modules;
+    `chain` the rows around the first origin, where these were asked for. `causes` are counts that explain its factor,
+    `deaths` sentences on what stopped a rank, where the first origin is what it did not come to do.
 
     `unseen` is what lies in front of the origin and was not compared. `first_bits` is the first difference of
     all, where the origin is only the first beyond tolerance. `failures` are the exceptions that left a backward
     pass on one side alone, `first_nonfinite` the first value that is finite on one side alone, `repeated` the
-    Nodes that a pass of one side alone ran again, with a multiple of what arrived before.
+    Nodes that a pass of one side alone ran again, with a multiple of what arrived before. `renames` are those that
+    were applied, `likely_renames` what else names and shapes suggest; `causes` may explain the first origin's factor.
+    `rule` and `noise` are where the tolerances come from, `sums` what was compared where the work is divided
+    otherwise, `aside` the rows of one side alone that change nothing, `scaled` the loss scales that were divided out.
     """
 
     verdict: Verdict
@@ -102,7 +135,7 @@ class Answer:
     inherited: tuple[Origin, ...]
     cover: Cover
     configuration: tuple[Mapping[str, Any], ...] = ()
-    structure: tuple[Mapping[str, Any], ...] = ()
+    structure: tuple[Lone, ...] = ()
     spread: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
@@ -110,10 +143,37 @@ class Answer:
     failures: tuple[Failure, ...] = ()
     first_nonfinite: Origin | None = None
     repeated: tuple[Repeated, ...] = ()
+    renames: tuple[Rename, ...] = ()
+    likely_renames: tuple[Rename, ...] = ()
+    causes: tuple[str, ...] = ()
+    equal: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    chain: tuple[Passage, ...] = ()
+    deaths: tuple[str, ...] = ()
+    rule: Rule | None = None
+    noise: Noise | None = None
+    sums: Repartitioned | None = None
+    aside: tuple[Aside, ...] = ()
+    scaled: tuple[Scaled, ...] = ()
+
+
+def by_rank(differences: Sequence[Difference], *, exceeding: bool) -> dict[int, list[Difference]]:
+    """The differences of one step that count, by rank, in program order."""
+    found: dict[int, list[Difference]] = {}
+    for d in differences:
+        if not exceeding or d.exceeds:
+            found.setdefault(d.rank, []).append(d)
+    return {rank: _in_order(own) for rank, own in sorted(found.items())}
+
+
+def told(
+    own: list[Difference], *, rng_differs: bool, modules: Collection[str], exceeding: bool
+) -> Origin:
+    """The first of a rank's differences as an origin; the others tell what lies around it."""
+    return _first(own, rng_differs, modules, exceeding)
 
 
 def firsts(
-    differences: Sequence[Difference],
+    rows: Mapping[int, list[Difference]],
     rng_ranks: Collection[int],
     modules: Mapping[int, Collection[str]],
     *,
@@ -123,16 +183,14 @@ def firsts(
 ) -> list[Origin]:
     """Each rank's first difference of a step, as an origin, in the order of the chain.
 
-    `differences` are those of one step; `rng_ranks` the ranks whose generators differ at its start;
+    `rows` are those of one step, as `by_rank` gives them; `rng_ranks` the ranks whose generators differ at its start;
     `modules` the modules that each rank called; `failures` the backward passes of the step that failed on one
     side alone; `unused` each rank's stretches of the step that hold a forward that no `backward()` followed.
     """
     found = []
     failed = failures or {}
-    for rank in sorted({d.rank for d in differences} | set(failed)):
-        own = _in_order([d for d in differences if d.rank == rank])
-        if exceeding:
-            own = [d for d in own if d.exceeds and d.table != "parameters"]
+    for rank in sorted(set(rows) | set(failed)):
+        own = rows.get(rank, [])
 
         def first_of(some: list[Difference], rank: int = rank) -> Origin:
             return _first(some, rank in rng_ranks, modules.get(rank, ()), exceeding)
@@ -207,14 +265,6 @@ def _failed(failure: Failure, first: Origin | None) -> Origin:
     return replace(_origin("backward", difference, None), failure=failure)
 
 
-def split_by_inheritance(candidates: Sequence[Origin]) -> tuple[list[Origin], list[Origin]]:
-    """(origins, inherited): a rank that first differs where ranks meet inherits from one that did before."""
-    local = [o for o in candidates if o.is_of_its_rank]
-    origins = local or list(candidates)
-    inherited = [] if not local else [o for o in candidates if not o.is_of_its_rank]
-    return _merged(origins), inherited
-
-
 def _in_order(differences: list[Difference]) -> list[Difference]:
     """Program order, a pass in front of what it does: its row is written when it is over."""
     first_deed: dict[Any, float] = {}
@@ -265,10 +315,15 @@ def _first(
     if first.table == "buckets":
         change = first.reads if arrived else change
         return _origin("bucket", first, change, first.key["module_fqn"], arrived)
-    others = sum(d.table == first.table and d.link == first.link for d in own) - 1
+    others = sum(_is_alike(d, first) for d in own) - 1
     owner = first.key.get("parameter_fqn")
     holder = str(owner).rpartition(".")[0] if owner is not None else None
     return _origin(first.link, first, change, holder, others=others)
+
+
+def _is_alike(d: Difference, first: Difference) -> bool:
+    """Whether a row is one more of the same kind that differs in the same way."""
+    return (d.table, d.link, sorted(d.values)) == (first.table, first.link, sorted(first.values))
 
 
 def _with_other_kind(own: Sequence[Difference], first: Difference) -> Difference:
@@ -351,19 +406,3 @@ def _chain_order(origin: Origin) -> tuple[Any, ...]:
         return (1, 0, LINKS.index(origin.link), d.order, d.rank)
     microbatch = d.key.get("microbatch") or 0
     return (0, microbatch, LINKS.index(origin.link), d.order, d.rank)
-
-
-def _merged(origins: list[Origin]) -> list[Origin]:
-    """The same place on several ranks is one origin."""
-    places: dict[tuple[Any, ...], Origin] = {}
-    for origin in origins:
-        d = origin.difference
-        factor = None if origin.factor is None else f"{origin.factor:.3g}"
-        scale = factor if origin.link == "loss" else None
-        key = (origin.link, d.table, origin.between, scale, *(str(d.key[k]) for k in sorted(d.key)))
-        known = places.get(key)
-        if known is None:
-            places[key] = origin
-        else:
-            places[key] = replace(known, ranks=(*known.ranks, *origin.ranks))
-    return list(places.values())

@@ -9,7 +9,6 @@ from typing import Any
 
 from gradtrace_analyzer.links import LinkTable, link_of
 from gradtrace_analyzer.pairing import STATISTICS
-from gradtrace_analyzer.tolerance import tolerance
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,9 @@ class Change:
     tolerance: float
     baseline: Mapping[str, Any] | None
     candidate: Mapping[str, Any] | None
+    noise: str | None = (
+        None  # the run that the tolerance was measured from; None where it is a rule's
+    )
 
     def is_apart(self, *, exceeding: bool) -> bool:
         """Whether it differs; with `exceeding`, by more than rounding."""
@@ -89,11 +91,11 @@ def difference(table: LinkTable, row: Mapping[str, Any]) -> Difference:
         sides = {side: {s: row[f"{role}_{side}_{s}"] for s in STATISTICS} for side in ("b", "c")}
         baseline = None if only_in == "candidate" else sides["b"]
         candidate = None if only_in == "baseline" else sides["c"]
-        dtypes = [sides[side]["dtype"] for side in ("b", "c")]
         changes[role] = Change(
             differs=bool(row[f"{role}_differs"]),
             error=row[f"{role}_error"],
-            tolerance=max(tolerance(dtype, row["steps_before"]) for dtype in dtypes),
+            tolerance=row[f"{role}_tolerance"],
+            noise=row["noise"],
             baseline=baseline,
             candidate=candidate,
         )
@@ -105,7 +107,7 @@ def difference(table: LinkTable, row: Mapping[str, Any]) -> Difference:
         order=float(row["place"]),
         only_in=only_in,
         key={k: row[f"key_{k}"] for k in table.key},
-        exceeds=bool(row["exceeds"]),
+        exceeds=bool(row["beyond"]),
         event_indices=(row.get("event_index_b"), row.get("event_index_c")),
         bucket_index=row.get("bucket_index"),
         reads=changes.get("reads"),
@@ -135,4 +137,5 @@ def changed_gradient(values: Sequence[Any], is_equal: bool, d: Difference) -> Ch
         tolerance=whole.tolerance if whole is not None else 0.0,
         baseline=baseline,
         candidate=candidate,
+        noise=whole.noise if whole is not None else None,
     )

@@ -35,5 +35,13 @@ class BadQuery(GradtraceError):
     """The SQL of a person is refused, or cannot be answered."""
 
 
+class BadRename(GradtraceError):
+    """A rename of modules that cannot be read, or fits nothing."""
+
+
 class CannotWrite(GradtraceError):
     """A file that was asked for cannot be written."""
+
+
+class BadGate(GradtraceError):
+    """A threshold of `--fail-on` that cannot be read."""

@@ -34,8 +34,9 @@ class LinkTable:
     """How the rows of one table pair between two runs, besides by rank and step.
 
     `reads` and `writes` are prefixes of tensor summaries: what went into the link and what came out.
-    `values` are plain columns that are compared as they are; of a table with
-    `kinds`, rows of another kind are not compared.
+    `values` are plain columns that are compared as they are: in all steps, or, where they change nothing that
+    is not `digested` with the rest, in those whose digests differ; of a table with `kinds`, rows of another kind are
+    not compared.
     """
 
     table: str
@@ -44,6 +45,7 @@ class LinkTable:
     writes: str | None = None
     values: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
+    digested: bool = False
 
     @property
     def only(self) -> str:
@@ -60,7 +62,13 @@ class LinkTable:
 
 
 LINK_TABLES = (
-    LinkTable("parameters", ("root", "parameter_fqn", "point"), writes=""),
+    LinkTable(
+        "parameters",
+        ("root", "parameter_fqn", "point"),
+        writes="",
+        values=("requires_grad",),
+        digested=True,  # a frozen parameter has no gradients
+    ),
     LinkTable("inputs", ("microbatch", "root", "call_index", "name"), writes=""),
     LinkTable(
         "module_calls",

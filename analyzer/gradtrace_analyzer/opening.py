@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import duckdb
 import pyarrow as pa
 
+from gradtrace_analyzer.chosen import Chosen
 from gradtrace_analyzer.database import usable_cores
 from gradtrace_analyzer.footers import Counts
 from gradtrace_analyzer.links import LINK_TABLES, link_of
+from gradtrace_analyzer.occurrences import forget_numbers, realign
 from gradtrace_analyzer.pairing import (
     SIDES,
     SUSPECTS,
@@ -30,6 +32,8 @@ from gradtrace_analyzer.pairing import (
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.run import Run
 from gradtrace_analyzer.tally import Sieved, Tally
+from gradtrace_analyzer.tolerance import Least
+from gradtrace_analyzer.whereabouts import whereabouts_sql
 
 Place = tuple[int, int]  # (rank, step)
 
@@ -38,7 +42,8 @@ MOST_ROWS = 250_000
 
 # What steps are counted in, whose rows are too many to be kept: per rank, step and table a few numbers.
 _TALLY = (
-    "SELECT rank, {point}, step, count(*), max(error), bool_or(exceeds), {nonfinite} "
+    "SELECT rank, {point}, step, count(*), max(error), bool_or(exceeds), {nonfinite}, "
+    "count(*) FILTER (only_in IS NULL AND error IS NULL), arg_min({where}, place) "
     "FROM differing_{table} GROUP BY ALL"
 )
 
@@ -47,12 +52,14 @@ _TALLY = (
 class Reading:
     """The two runs as they are read: `counts` are the rows of each side by table and rank.
 
-    Where rows `are_arranged`, they are no longer those of the parts: these prove and hold nothing of a rank.
+    Where rows `are_arranged`, they are no longer those of the parts: these prove and hold nothing of a rank. Where they
+    `are_renamed`, they are those of the parts with other names.
     """
 
     runs: Mapping[str, Run]
     counts: Mapping[str, Counts]
     are_arranged: bool = False
+    are_renamed: bool = False
 
     def closed(self, side: str, ranks: Iterable[int]) -> list[int]:
         """The ranks whose steps are all named by `steps`: they ended by themselves and lost nothing."""
@@ -81,7 +88,8 @@ class Opening:
     """Makes `seen`, `common` and, of the steps that matter, `opened`, `step_start` and the `differing_` tables.
 
     `clean` is called whenever these were made anew, before anything is counted in them. `tallies` are those of the
-    steps that differ and are not opened.
+    steps that differ and are not opened. With `realigns`, Nodes of a call that are not the same on both sides are
+    numbered by what they are alike in. Of a run of which one step was `chosen`, that is opened, beside the first.
     """
 
     def __init__(
@@ -91,6 +99,10 @@ class Opening:
         ranks: Sequence[int],
         unread: Mapping[str, str],
         clean: Callable[[], None],
+        *,
+        realigns: bool = False,
+        chosen: Chosen | None = None,
+        least: Callable[[], Least] | None = None,
     ) -> None:
         self._connection, self._reading, self._unread, self._clean = (
             connection,
@@ -98,6 +110,10 @@ class Opening:
             unread,
             clean,
         )
+        self._chosen = chosen or Chosen()
+        self._least = least
+        self._realigns = realigns
+        self._unpaired: set[Place] = set()
         closed = {side: reading.closed(side, ranks) for side in SIDES}
         others = {side: [r for r in ranks if r not in set(closed[side])] for side in SIDES}
         with progress("reading which steps there are"):
@@ -109,15 +125,33 @@ class Opening:
         else:
             self._open_what_matters(suspects)
 
+    def reopen(self, places: Collection[Place]) -> None:
+        """Open these steps and each rank's first, as far as both sides have them, in place of those that are open."""
+        known = set(self._connection.execute("SELECT rank, step FROM common").fetchall())
+        self._open(known & {*places, *self._firsts()})
+
     def _suspects(self) -> set[Place]:
         """The steps that may differ."""
         queries = [SUSPECTS.format(equal=digests_agree())]
-        queries += [other_values(table) for table in LINK_TABLES if table.values]
+        queries += [
+            other_values(table) for table in LINK_TABLES if table.values and not table.digested
+        ]
         [(first,)] = self._connection.execute("SELECT min(step) FROM common").fetchall()
         if first is not None:
             named = [table for table in LINK_TABLES if "parameter_fqns" in table.values]
             queries += [other_values(table, first) for table in named]
-        return {place for query in queries for place in self._connection.execute(query).fetchall()}
+        found = {place for query in queries for place in self._connection.execute(query).fetchall()}
+        if self._chosen.step is None:
+            return found
+        return {place for place in found if place[1] == self._chosen.step} | (
+            found & self._firsts()
+        )
+
+    def _firsts(self) -> set[Place]:
+        """Each rank's first step."""
+        return set(
+            self._connection.execute("SELECT rank, min(step) FROM common GROUP BY rank").fetchall()
+        )
 
     def _rows(self, places: Collection[Place]) -> int:
         """About how many rows these steps have, on both sides together."""
@@ -136,15 +170,29 @@ class Opening:
     def _open(self, places: Collection[Place]) -> None:
         """Make the tables of these steps alone."""
         self._name_opened(places)
+        self._name_unjudged(self._unpaired - set(places))
+        if self._realigns:
+            forget_numbers(self._connection)
         self._connection.execute(opened(places))
         for table in LINK_TABLES:
-            self._connection.execute(differing(table, self._unread[table.table], places))
+            make = differing(table, self._unread[table.table], places)
+            self._connection.execute(make)
+            # Where the code of a call was changed, its Nodes are not those of the same number.
+            if table.table == "node_events" and self._realigns and realign(self._connection):
+                self._connection.execute(make)
         self._clean()
 
     def _name_opened(self, places: Collection[Place]) -> None:
+        self._name("opened", places)
+
+    def _name_unjudged(self, places: Collection[Place]) -> None:
+        """Steps that are not open and may have rows that one side alone has: what changed code is must do without."""
+        self._name("unjudged", places)
+
+    def _name(self, table: str, places: Collection[Place]) -> None:
         columns = [[place[n] for place in places] for n in (0, 1)]
         self._connection.execute(
-            "CREATE OR REPLACE TEMP TABLE opened AS "
+            f"CREATE OR REPLACE TEMP TABLE {table} AS "
             "SELECT unnest(?::INTEGER[]) AS rank, unnest(?::INTEGER[]) AS step",
             columns,
         )
@@ -154,29 +202,42 @@ class Opening:
         for place in suspects:
             by_step.setdefault(place[1], []).append(place)
         tallies, unpaired = self._sieved(suspects)
+        self._unpaired = unpaired
+        anchors = self._anchors()
         with progress("pairing the steps in which names or order differ", len(unpaired)) as count:
             for portion in self._loads(sorted(unpaired, key=lambda place: (place[1], place[0]))):
-                self._open(portion)
-                tallies += self._tallied()
+                ranks = {rank for rank, _ in portion}
+                self._open({*portion, *(a for a in anchors if a[0] in ranks)})
+                of_portion = set(portion)
+                tallies += [t for t in self._tallied() if (t.rank, t.step) in of_portion]
                 count(len(portion))
 
         def first(is_meant: Callable[[Tally], bool]) -> set[int]:
             return set(sorted({t.step for t in tallies if is_meant(t)})[:1])
 
+        def open_steps(steps: Collection[int]) -> None:
+            self._open({*anchors, *(place for step in steps for place in by_step[step])})
+
         chosen = first(lambda t: True) | first(lambda t: t.nonfinite)
-        self._open([place for step in chosen for place in by_step[step]])
+        open_steps(chosen)
         # Whether a step is beyond tolerance is judged where it is opened: the tally only proposes it.
-        proposed = sorted({t.step for t in tallies if _counts_as_exceeding(t)} - chosen)
+        proposed = sorted({t.step for t in tallies if t.exceeds} - chosen)
         if not self._any_exceeds():
             for step in proposed:
-                self._open(by_step[step])
+                open_steps([step])
                 if self._any_exceeds():
                     chosen.add(step)
                     break
-                tallies = [t for t in tallies if t.step != step] + self._tallied()
+                tallies = [t for t in tallies if t.step != step]
+                tallies += [t for t in self._tallied() if t.step == step]
             if proposed:
-                self._open([place for step in chosen for place in by_step[step]])
+                open_steps(chosen)
         self.tallies = [t for t in tallies if t.step not in chosen]
+
+    def _anchors(self) -> set[Place]:
+        """Each rank's first step, where it must be paired row by row: it is opened beside every other, since what
+        one side alone has from the first step on is changed code, and what it has in a later one happened there."""
+        return self._unpaired & self._firsts()
 
     def _any_exceeds(self) -> bool:
         return any(
@@ -184,7 +245,6 @@ class Opening:
                 f"SELECT 1 FROM differing_{table.table} WHERE exceeds LIMIT 1"
             ).fetchall()
             for table in LINK_TABLES
-            if table.table != "parameters"
         )
 
     def _sieved(self, suspects: set[Place]) -> tuple[list[Tally], set[Place]]:
@@ -196,7 +256,10 @@ class Opening:
         steps: dict[int, set[int]] = {}
         for rank, step in suspects:
             steps.setdefault(rank, set()).add(step)
-        [(first,)] = self._connection.execute("SELECT min(step) FROM common").fetchall()
+        moved: dict[int, set[int]] = {}
+        for rank, step in self._moved_between():
+            moved.setdefault(rank, set()).add(step)
+        least = Least() if self._least is None else self._least()
         by_hand = {r for side in self._reading.runs.values() for r in side.journals}
         by_hand |= {
             int(rank)
@@ -206,7 +269,9 @@ class Opening:
         }
 
         def sift(rank: int) -> Sieved:
-            if rank in by_hand or self._reading.are_arranged:
+            # Which module a row is of is looked at where it is opened.
+            is_other = self._reading.are_arranged or self._reading.are_renamed
+            if rank in by_hand or is_other or self._chosen.modules:
                 return Sieved(rank, [], set(steps[rank]))
             parts = {
                 table.table: (
@@ -215,7 +280,9 @@ class Opening:
                 )
                 for table in LINK_TABLES
             }
-            return sieved(rank, parts, frozenset(steps[rank]), first)
+            return sieved(
+                rank, parts, frozenset(steps[rank]), least, frozenset(moved.get(rank, ()))
+            )
 
         tallies: list[Tally] = []
         unpaired: set[Place] = set()
@@ -232,10 +299,26 @@ class Opening:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         with progress("comparing losses and optimizer settings"):
-            tallies += self._values_apart(suspects - unpaired)
-        return [t for t in tallies if (t.rank, t.step) not in unpaired], unpaired
+            tallies += self._values_apart(suspects - unpaired, least)
+        return [
+            t for t in tallies if (t.rank, t.step) not in unpaired and self._is_wanted(t)
+        ], unpaired
 
-    def _values_apart(self, places: set[Place]) -> list[Tally]:
+    def _moved_between(self) -> list[Place]:
+        """The steps before which a parameter is not what the step before left, on either side."""
+        sides = " UNION ".join(
+            f"SELECT b.rank, b.step FROM {side}.parameters b LEFT JOIN {side}.parameters a ON a.rank = b.rank "
+            "AND a.root = b.root AND a.parameter_fqn = b.parameter_fqn AND a.step = b.step - 1 AND a.point = 'after' "
+            "WHERE b.point = 'before' AND b.kind = 'parameter' AND b.fingerprint IS DISTINCT FROM a.fingerprint"
+            for side in SIDES
+        )
+        return self._connection.execute(sides).fetchall()
+
+    def _is_wanted(self, t: Tally) -> bool:
+        chosen = self._chosen
+        return chosen.wants_step(t.step) and chosen.wants_link(link_of(t.table, t.point))
+
+    def _values_apart(self, places: set[Place], least: Least) -> list[Tally]:
         """Of the tables without summaries, which have few rows a step, the tallies of all steps."""
         found: list[Tally] = []
         names = [table for table in LINK_TABLES if not table.sides]
@@ -247,14 +330,20 @@ class Opening:
             )
             for table in names:
                 self._connection.execute(differing(table, self._unread[table.table], portion))
-            found += self._tallied(names)
+            # A loss is judged where its step is open: here by what it is allowed at least.
+            self._connection.execute(
+                "UPDATE differing_backward_passes SET exceeds = exceeds OR coalesce(abs(value_b_loss - value_c_loss) > "
+                f"greatest(abs(value_b_loss), abs(value_c_loss)) * {least.forward(least.unit)!r}, "
+                "value_b_loss IS DISTINCT FROM value_c_loss) OR isnan(value_b_loss) <> isnan(value_c_loss)"
+            )
+            found += [replace(t, is_judged=False) for t in self._tallied(names)]
         return found
 
     def _tallied(self, tables: Sequence[Any] = LINK_TABLES) -> list[Tally]:
         found = []
         for table in tables:
             nonfinite = " OR ".join(
-                f"coalesce(({role}_b_{s} > 0) <> ({role}_c_{s} > 0), false)"
+                f"(coalesce({role}_b_{s}, 0) > 0) <> (coalesce({role}_c_{s}, 0) > 0)"
                 for role, _ in table.sides
                 for s in ("nan_count", "inf_count")
             )
@@ -262,13 +351,13 @@ class Opening:
                 point="key_point" if "point" in table.key else "NULL",
                 table=table.table,
                 nonfinite=f"bool_or({nonfinite})" if nonfinite else "false",
+                where=whereabouts_sql(table.table),
             )
-            for rank, point, step, rows, error, exceeds, is_apart in self._connection.execute(
-                query
-            ).fetchall():
-                found.append(
-                    Tally(rank, table.table, point, step, rows, error, exceeds, bool(is_apart))
-                )
+            rows = self._connection.execute(query).fetchall()
+            found += [
+                Tally(rank, table.table, point, step, count, error, exceeds, bool(apart), *more)
+                for rank, point, step, count, error, exceeds, apart, *more in rows
+            ]
         return found
 
     def _loads(self, places: Sequence[Place]) -> Iterator[list[Place]]:
@@ -280,30 +369,33 @@ class Opening:
 def merged_spread(
     rows: Iterable[tuple[Any, ...]], tallies: Iterable[Tally]
 ) -> list[dict[str, Any]]:
-    """Of each rank and link the first step, the number of rows and the largest error, over both."""
+    """Of each rank and link the first step and what differs first in it, the number of rows, the largest error and how
+    many have none, over both. Whether any is beyond tolerance is None where a step that may have one was not opened."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
-    told = [
-        *rows,
-        *((t.rank, t.table, t.point, t.step, t.rows, t.largest_error, t.exceeds) for t in tallies),
-    ]
-    for rank, table, point, step, count, error, exceeds in told:
+    told = [*rows, *(_told(t) for t in tallies)]
+    for rank, table, point, step, count, error, exceeds, unmeasured, place in told:
         link = link_of(table, point)
         entry = found.setdefault(
             (rank, link),
             {"rank": rank, "link": link, "first_step": step, "row_count": 0, "largest_error": None,
-             "beyond_tolerance": False},
+             "unmeasured_count": 0, "beyond_tolerance": False, "place": None},
         )  # fmt: skip
+        if step < entry["first_step"] or entry["place"] is None:
+            entry["place"] = place
         entry["first_step"] = min(entry["first_step"], step)
         entry["row_count"] += count
+        entry["unmeasured_count"] += unmeasured
         known = [e for e in (entry["largest_error"], error) if e is not None]
         entry["largest_error"] = max(known, default=None)
-        entry["beyond_tolerance"] = bool(entry["beyond_tolerance"] or exceeds)
+        either = (entry["beyond_tolerance"], exceeds)
+        entry["beyond_tolerance"] = True if True in either else None if None in either else False
     return list(found.values())
 
 
-def _counts_as_exceeding(tally: Tally) -> bool:
-    """Parameters are not judged by tolerance (`Alignment.first_step`)."""
-    return tally.exceeds and tally.table != "parameters"
+def _told(t: Tally) -> tuple[Any, ...]:
+    exceeds = t.exceeds if t.is_judged or not t.exceeds else None
+    of = (t.rank, t.table, t.point, t.step)
+    return (*of, t.rows, t.largest_error, exceeds, t.unmeasured, t.place)
 
 
 def _portions(places: Sequence[Place], size: int) -> Iterator[list[Place]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from gradtrace_analyzer.links import LinkTable
-from gradtrace_analyzer.tolerance import tolerance, tolerance_sql
 from gradtrace_schemas.steps import DIGEST_LINKS
 
 STATISTICS = ("numel", "dtype", "norm", "abs_max", "sum", "nan_count", "inf_count", "sketch")
@@ -35,7 +34,7 @@ def seen(closed: Mapping[str, Sequence[int]], others: Mapping[str, Sequence[int]
         for table in tables
         if ranks
     ]
-    union = " UNION ".join([*selects, "SELECT '', 0, 0 WHERE false"])
+    union = " UNION ".join(["SELECT '' AS side, 0 AS rank, 0 AS step WHERE false", *selects])
     return f"""
         CREATE TEMP TABLE seen AS {union};
         CREATE TEMP TABLE common AS
@@ -118,14 +117,9 @@ def differing(table: LinkTable, unread: str, pairs: Collection[tuple[int, int]])
     whole = "t.outcome IS DISTINCT FROM 'running'" if name == "node_events" else table.only
     key = ", ".join(table.key)
 
-    scales = "".join(
-        f", max(t.{p}norm) OVER (PARTITION BY t.rank, t.step) AS {role}_scale"
-        for role, p in table.sides
-    )
-
     def side(schema: str) -> str:
         return (
-            f"SELECT t.*, s.first{scales}, row_number() OVER (PARTITION BY t.rank, t.step, {key} "
+            f"SELECT t.*, s.first, row_number() OVER (PARTITION BY t.rank, t.step, {key} "
             f"ORDER BY t.record_index) AS nth FROM {schema}.{name} t "
             f"SEMI JOIN opened USING (rank, step) JOIN step_start s "
             f"ON s.side = '{schema}' AND s.rank = t.rank AND s.step = t.step"
@@ -155,24 +149,17 @@ def differing(table: LinkTable, unread: str, pairs: Collection[tuple[int, int]])
         ]
         differs.append(_summary_differs(p))
         errors.append(f"CASE WHEN {_summary_differs(p)} THEN {_relative_error(p)} END")
-        allowed = f"greatest({tolerance_sql(f'c.{p}dtype', _STEPS)}, {tolerance_sql(f'b.{p}dtype', _STEPS)})"
-        exceeds.append(
-            f"({_summary_differs(p)} AND coalesce({_relative_error(p)} * {_share(table, role, p)} "
-            f"> {allowed}, true))"
-        )
     for value in table.values:
         columns.append(f"b.{value} AS value_b_{value}, c.{value} AS value_c_{value}")
         # A pass has no `ddp_sync` without DDP, and in runs of schema 1: that is no difference.
         unequal = "<>" if value == "ddp_sync" else "IS DISTINCT FROM"
         differs.append(f"coalesce(b.{value} {unequal} c.{value}, false)")
-        if value == "loss":
-            exceeds.append(_LOSS_EXCEEDS)
-        else:
-            exceeds.append(differs[-1])
+        if value != "loss":
+            exceeds.append(_counts(value, differs[-1]))
     if name == "backward_passes":
         errors.append("abs(b.loss - c.loss) / greatest(abs(b.loss), abs(c.loss))")
     columns += [
-        f"(b.rank IS NULL OR c.rank IS NULL OR {' OR '.join(exceeds)}) AS exceeds",
+        f"(b.rank IS NULL OR c.rank IS NULL OR {' OR '.join([*exceeds, 'false'])}) AS exceeds",
         f"greatest({', '.join([*errors, 'NULL'])}) AS error",
     ]
     return (
@@ -186,26 +173,16 @@ def differing(table: LinkTable, unread: str, pairs: Collection[tuple[int, int]])
 # Steps that both runs made before this one: a run's numbering may begin anywhere.
 _STEPS = "(coalesce(b.step, c.step) - (SELECT min(step) FROM common))"
 
-# A loss is one number, summed over many: it is allowed what a float32 sum is.
-_LOSS_EXCEEDS = (
-    "(b.loss IS DISTINCT FROM c.loss AND coalesce(abs(b.loss - c.loss) > "
-    f"greatest(abs(b.loss), abs(c.loss)) * {tolerance('float32', 0)!r} * ({_STEPS} + 1) "
-    "OR isnan(b.loss) OR isnan(c.loss), true))"
-)
+# Ways to compute the same update: they round otherwise, and are no other setting.
+_SAME_UPDATE = r'"(fused|foreach|capturable|differentiable)": *(true|false|null),? *'
 
 
-# A gradient this much smaller than its step's largest may be rounding alone (a bias in front of a batch norm).
-NOISE_FLOOR = 0.01
-SCALED_TABLES = ("gradients", "node_events")
-
-
-def _share(table: LinkTable, role: str, p: str) -> str:
-    """What part of the noise floor a gradient's norm is, at most 1: its relative error is judged by it."""
-    if table.table not in SCALED_TABLES:
-        return "1"
-    norm = f"greatest(b.{p}norm, c.{p}norm)"
-    floor = f"({NOISE_FLOOR} * greatest(b.{role}_scale, c.{role}_scale))"
-    return f"least(1, {norm} / nullif({floor}, 0))"
+def _counts(value: str, differs: str) -> str:
+    """Whether a value that differs is more than another way to compute the same."""
+    if value != "hyperparameters":
+        return differs
+    sides = (f"regexp_replace({s}.hyperparameters, '{_SAME_UPDATE}', '', 'g')" for s in "bc")
+    return " IS DISTINCT FROM ".join(sides)
 
 
 def _summary_differs(p: str) -> str:

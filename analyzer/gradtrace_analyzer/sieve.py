@@ -20,12 +20,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gradtrace_analyzer.arrays import Array, Side, codes_of, numbers_of, sketches_of, values_of
+from gradtrace_analyzer.least import Judged, beyond_least
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable
-from gradtrace_analyzer.pairing import NOISE_FLOOR, SCALED_TABLES
 from gradtrace_analyzer.tally import Sieved, Tally
-from gradtrace_analyzer.tolerance import tolerance
-
-Array = npt.NDArray[Any]
+from gradtrace_analyzer.tolerance import Least
+from gradtrace_analyzer.whereabouts import whereabouts
 
 # Those with summaries; the others are few rows, whose values are compared where they lie.
 SIEVED = tuple(t for t in LINK_TABLES if t.sides)
@@ -40,9 +40,14 @@ def sieved(
     rank: int,
     parts: Mapping[str, tuple[Sequence[str], Sequence[str]]],
     steps: frozenset[int],
-    first_step: int,
+    least: Least,
+    moved: frozenset[int] = frozenset(),
 ) -> Sieved:
-    """What the parts of a rank, by table and side, hold in these steps. `first_step` is the first of both runs."""
+    """What the parts of a rank, by table and side, hold in these steps.
+
+    What is beyond the `least` that a rule can allow is proposed. `moved` are the steps before which a parameter is not
+    what the step before left.
+    """
     found = Sieved(rank)
     for table in SIEVED:
         sides = parts.get(table.table)
@@ -52,7 +57,7 @@ def sieved(
             if blocks is None:
                 found.unpaired |= chosen
             else:
-                _judge(found, table, *blocks, first_step)
+                _judge(found, table, *blocks, least, moved)
     # A step that does not pair in one table is looked at in all.
     found.tallies = [t for t in found.tallies if t.step not in found.unpaired]
     return found
@@ -83,11 +88,11 @@ def _blocks(
         if a is None or b is None:
             left = a if a is not None else b
             assert left is not None
-            yield set(np.unique(_numbers(left, "step")).tolist()), None
+            yield set(np.unique(numbers_of(left, "step")).tolist()), None
             held = [next(reader, None) if side is not None else None
                     for reader, side in zip(readers, held, strict=True)]  # fmt: skip
             continue
-        of_a, of_b = _numbers(a, "step"), _numbers(b, "step")
+        of_a, of_b = numbers_of(a, "step"), numbers_of(b, "step")
         last = min(of_a[-1], of_b[-1])
         cuts = [int(np.searchsorted(s, last, side="right")) for s in (of_a, of_b)]
         yield from _same_steps(a.slice(0, cuts[0]), b.slice(0, cuts[1]))
@@ -99,7 +104,7 @@ def _blocks(
 def _same_steps(
     a: pa.Table, b: pa.Table
 ) -> Iterator[tuple[set[int], tuple[pa.Table, pa.Table] | None]]:
-    of_a, of_b = _numbers(a, "step"), _numbers(b, "step")
+    of_a, of_b = numbers_of(a, "step"), numbers_of(b, "step")
     if np.array_equal(of_a, of_b):
         yield set(), (a, b)
         return
@@ -134,10 +139,10 @@ def _whole_steps(
                     rows = _of_kinds(rows, kinds)
                     if not len(rows):
                         continue
-                numbers = _numbers(rows, "step")
+                numbers = numbers_of(rows, "step")
                 if rest is not None:
                     # The step that the last row group ended in: the only rows that are copied.
-                    head = int(np.searchsorted(numbers, _numbers(rest, "step")[0], side="right"))
+                    head = int(np.searchsorted(numbers, numbers_of(rest, "step")[0], side="right"))
                     rest = pa.concat_tables([rest, rows.slice(0, head)]).combine_chunks()
                     rows, numbers = rows.slice(head), numbers[head:]
                     if not len(rows):
@@ -153,9 +158,9 @@ def _whole_steps(
 
 def _of_kinds(rows: pa.Table, kinds: Sequence[str]) -> pa.Table:
     """The rows of these kinds that have an end: `LinkTable.only`."""
-    codes, names = _codes(rows, "kind")
+    codes, names = codes_of(rows, "kind")
     chosen = np.isin(codes, [n for n, name in enumerate(names) if name in kinds])
-    _, has_end = _values(rows, "end_ns")
+    _, has_end = values_of(rows, "end_ns")
     return rows.filter(pa.array(chosen & has_end))
 
 
@@ -169,7 +174,7 @@ def _bounds(group: Any) -> tuple[int, int] | None:
 
 
 def _chosen(rows: pa.Table, steps: frozenset[int]) -> Iterator[pa.Table]:
-    numbers = _numbers(rows, "step")
+    numbers = numbers_of(rows, "step")
     wanted = np.isin(numbers, np.fromiter(steps, np.int64, len(steps)))
     if wanted.all():
         yield rows
@@ -177,34 +182,41 @@ def _chosen(rows: pa.Table, steps: frozenset[int]) -> Iterator[pa.Table]:
         yield rows.filter(pa.array(wanted))
 
 
-def _judge(found: Sieved, table: LinkTable, a: pa.Table, b: pa.Table, first_step: int) -> None:
-    steps = _numbers(a, "step")
+def _judge(
+    found: Sieved,
+    table: LinkTable,
+    a: pa.Table,
+    b: pa.Table,
+    least: Least,
+    moved: frozenset[int],
+) -> None:
+    steps = numbers_of(a, "step")
     starts = np.flatnonzero(np.r_[True, steps[1:] != steps[:-1]])
     odd = ~_equal_rows(a, b, table.key)
     differs = np.zeros(len(steps), bool)
     exceeds = np.zeros(len(steps), bool)
     nonfinite = np.zeros(len(steps), bool)
     errors = np.full(len(steps), -1.0)
+    judged: list[Judged] = []
     for _, prefix in table.sides:
-        sides = [_Side(rows, prefix) for rows in (a, b)]
+        sides = [Side(rows, prefix) for rows in (a, b)]
         apart = _differing(sides)
         if not apart.any():
             continue
         odd |= apart & ~(sides[0].whole & sides[1].whole)
         nans = np.zeros(len(steps), bool)
         for count in ("nan_count", "inf_count"):
-            of_a, of_b = (_numbers(rows, prefix + count) for rows in (a, b))
+            of_a, of_b = (numbers_of(rows, prefix + count) for rows in (a, b))
             nans |= of_a != of_b
             nonfinite |= apart & ((of_a > 0) != (of_b > 0))
         error, width = _relative_errors(sides, apart & ~odd)
         odd |= apart & ~width
-        judged = error
-        if table.table in SCALED_TABLES:
-            judged = error * _shares(sides, starts, len(steps))
-        allowed = _allowed(sides, steps - first_step)
         differs |= apart
-        exceeds |= apart & (nans | ~(judged <= allowed))
+        judged.append(Judged(sides, apart, error))
+        exceeds |= apart & nans
         errors = np.where(apart & ~nans, np.maximum(errors, error), errors)
+    if judged:
+        exceeds |= beyond_least(table, (a, b), judged, starts, least, moved, found.arriving)
     for value in table.values:
         unequal = ~_equal_rows(a, b, (value,))
         differs |= unequal
@@ -212,13 +224,15 @@ def _judge(found: Sieved, table: LinkTable, a: pa.Table, b: pa.Table, first_step
     numbers = steps[starts]
     strange = np.logical_or.reduceat(odd, starts)
     found.unpaired |= set(numbers[strange].tolist())
-    codes, points = _codes(a, "point") if "point" in table.key else (None, [])
+    codes, points = codes_of(a, "point") if "point" in table.key else (None, [])
     for code, point in enumerate(points) if codes is not None else [(0, None)]:
         mine = differs if codes is None else differs & (codes == code)
         counts = np.add.reduceat(mine, starts, dtype=np.int64)
         largest = np.maximum.reduceat(np.where(mine, errors, -1.0), starts)
         beyond = np.logical_or.reduceat(mine & exceeds, starts)
         apart = np.logical_or.reduceat(mine & nonfinite, starts)
+        unmeasured = np.add.reduceat(mine & (errors < 0), starts, dtype=np.int64)
+        is_known = any(t.table == table.table and t.point == point for t in found.tallies)
         for place in np.flatnonzero(counts).tolist():
             most = float(largest[place])
             found.tallies.append(
@@ -231,24 +245,26 @@ def _judge(found: Sieved, table: LinkTable, a: pa.Table, b: pa.Table, first_step
                     most if most >= 0 else None,
                     bool(beyond[place]),
                     bool(apart[place]),
+                    int(unmeasured[place]),
+                    # It is asked for where a link begins to differ, and steps come in order.
+                    None if is_known else _first_place(table, a, mine, int(starts[place])),
+                    is_judged=False,
                 )
             )
+            is_known = True
 
 
-class _Side:
-    """One side's summaries of one role, as arrays."""
-
-    def __init__(self, rows: pa.Table, prefix: str) -> None:
-        self.rows, self.prefix = rows, prefix
-        self.fingerprint, self.has_fingerprint = _values(rows, prefix + "fingerprint")
-        self.norm, has_norm = _values(rows, prefix + "norm")
-        self.numel = _numbers(rows, prefix + "numel")
-        self.whole = self.has_fingerprint & has_norm
-        # Norms alone are compared in more columns than are read here.
-        self.has_norms_alone = has_norm & ~self.has_fingerprint
+def _first_place(
+    table: LinkTable, rows: pa.Table, mine: npt.NDArray[np.bool_], start: int
+) -> str | None:
+    row = start + int(np.argmax(mine[start:]))
+    return whereabouts(
+        table.table,
+        {k: rows.column(k)[row].as_py() for k in table.key if k in rows.column_names},
+    )
 
 
-def _differing(sides: Sequence[_Side]) -> npt.NDArray[np.bool_]:
+def _differing(sides: Sequence[Side]) -> npt.NDArray[np.bool_]:
     a, b = sides
     both = a.has_fingerprint & b.has_fingerprint
     unequal = both & (a.fingerprint != b.fingerprint)
@@ -257,10 +273,10 @@ def _differing(sides: Sequence[_Side]) -> npt.NDArray[np.bool_]:
 
 
 def _relative_errors(
-    sides: Sequence[_Side], where: npt.NDArray[np.bool_]
+    sides: Sequence[Side], where: npt.NDArray[np.bool_]
 ) -> tuple[Array, npt.NDArray[np.bool_]]:
     """(of each row, the distance of its sketches over the larger norm; whether both have a sketch of one width)."""
-    (a, has_a), (b, has_b) = (_sketches(s.rows, f"{s.prefix}sketch") for s in sides)
+    (a, has_a), (b, has_b) = (sketches_of(s.rows, f"{s.prefix}sketch") for s in sides)
     count = len(where)
     if a.shape[1] != b.shape[1]:
         return np.zeros(count), np.zeros(count, bool)
@@ -272,25 +288,6 @@ def _relative_errors(
     return error, np.asarray(has_a & has_b | ~where)
 
 
-def _shares(sides: Sequence[_Side], starts: Array, count: int) -> Array:
-    """What part of the noise floor a gradient's norm is, at most 1; as `pairing` has it."""
-    lengths = np.diff(np.r_[starts, count])
-    scales = [np.maximum.reduceat(np.where(side.whole, side.norm, 0.0), starts) for side in sides]
-    floor = np.repeat(NOISE_FLOOR * np.maximum(*scales), lengths)
-    norm = np.maximum(sides[0].norm, sides[1].norm)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(floor > 0, np.minimum(1.0, norm / floor), 1.0)
-
-
-def _allowed(sides: Sequence[_Side], steps_before: Array) -> Array:
-    allowed = np.zeros(len(steps_before))
-    for side in sides:
-        codes, names = _codes(side.rows, f"{side.prefix}dtype")
-        units = np.array([*(tolerance(name, 0) for name in names), 0.0])
-        allowed = np.maximum(allowed, units[codes])
-    return np.asarray(allowed * (steps_before + 1))
-
-
 def _equal_rows(a: pa.Table, b: pa.Table, columns: Sequence[str]) -> npt.NDArray[np.bool_]:
     equal = np.ones(len(a), bool)
     for name in columns:
@@ -300,7 +297,7 @@ def _equal_rows(a: pa.Table, b: pa.Table, columns: Sequence[str]) -> npt.NDArray
             continue
         type = a.schema.field(name).type
         if pa.types.is_dictionary(type):
-            (of_a, names), (of_b, others) = _codes(a, name), _codes(b, name)
+            (of_a, names), (of_b, others) = codes_of(a, name), codes_of(b, name)
             if names == others:
                 equal &= of_a == of_b
             else:
@@ -312,65 +309,6 @@ def _equal_rows(a: pa.Table, b: pa.Table, columns: Sequence[str]) -> npt.NDArray
                 rows = zip(a.column(name).to_pylist(), b.column(name).to_pylist(), strict=True)
                 equal &= np.fromiter((x == y for x, y in rows), bool, len(a))
         else:
-            (of_a, has_a), (of_b, has_b) = _values(a, name), _values(b, name)
+            (of_a, has_a), (of_b, has_b) = values_of(a, name), values_of(b, name)
             equal &= (has_a == has_b) & ((of_a == of_b) | ~has_a)
     return equal
-
-
-def _array(rows: pa.Table, name: str) -> Any:
-    column = rows.column(name)
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-
-
-def _values(rows: pa.Table, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """(values, whether there is one), without a copy where none is null."""
-    array = _array(rows, name)
-    kind = array.type.to_pandas_dtype()
-    count, offset = len(array), array.offset
-    valid, data = array.buffers()
-    if pa.types.is_boolean(array.type):
-        values = _bits(data, offset, count)
-    else:
-        width = np.dtype(kind).itemsize
-        values = np.frombuffer(data, kind, count, offset * width)
-    if not array.null_count:
-        return values, np.ones(count, bool)
-    return values, _bits(valid, offset, count)
-
-
-def _bits(buffer: Any, offset: int, count: int) -> npt.NDArray[np.bool_]:
-    packed = np.frombuffer(buffer, np.uint8)
-    return np.unpackbits(packed, bitorder="little")[offset : offset + count].astype(bool)
-
-
-def _numbers(rows: pa.Table, name: str) -> Array:
-    """An integer column, -1 where it is null."""
-    values, has = _values(rows, name)
-    return values if has.all() else np.where(has, values, -1)
-
-
-def _codes(rows: pa.Table, name: str) -> tuple[Array, list[str]]:
-    """(each row's place among the texts, the texts); a null is the place behind the last."""
-    column = rows.column(name)
-    if column.num_chunks > 1:
-        column = column.unify_dictionaries()
-    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    names: list[str] = array.dictionary.to_pylist()
-    codes, has = _values(pa.table({"codes": array.indices}), "codes")
-    return (codes if has.all() else np.where(has, codes, len(names))), names
-
-
-def _sketches(rows: pa.Table, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """(a row of lanes each, whether there is one). All have as many lanes as the first, or count as absent."""
-    array = _array(rows, name)
-    count = len(array)
-    offsets = np.frombuffer(array.buffers()[1], np.int32, count + 1, 4 * array.offset)
-    flat, _ = _values(pa.table({"flat": array.values}), "flat")
-    lengths = np.diff(offsets)
-    lanes = int(lengths.max(initial=0))
-    if (lengths == lanes).all():
-        return flat[offsets[0] : offsets[-1]].reshape(count, lanes), np.ones(count, bool)
-    has = lengths == lanes
-    made = np.zeros((count, lanes), flat.dtype)
-    made[has] = flat[(offsets[:-1][has][:, None] + np.arange(lanes))]
-    return made, has

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import duckdb
 
+from gradtrace_analyzer.by_stage import Stages
 from gradtrace_analyzer.diff import Origin
 from gradtrace_analyzer.differences import Difference
-from gradtrace_analyzer.pipelines import ACTIONS, PHASES, Place, make_handed, stages_of_roots
+from gradtrace_analyzer.pipelines import (
+    ACTIONS,
+    FORWARD,
+    PHASES,
+    Place,
+    make_handed,
+    stages_of_roots,
+)
+
+_Place = TypeVar("_Place", Origin, Origin | None)
 
 # (rank, stage, microbatch, whether it is a forward): an action, its halves taken as one.
-_Action = tuple[int, int, int, bool]
+Action = tuple[int, int, int, bool]
 
 
 @dataclass(frozen=True)
@@ -51,58 +62,71 @@ class StageEdges:
         actions = self.actions.get((side, d.rank), ())
         return next((place for order, place in actions if order >= d.order), None)
 
-    def _lone_action(self, first: Origin, differences: Sequence[Difference]) -> Origin:
-        """Where what one side alone has is a whole action of a stage: that."""
-        if first.link != "structure" or first.difference.table == "stage_events":
+    def source_of(self, d: Difference) -> tuple[int, int] | None:
+        """The rank and stage that what an action received comes from."""
+        return self.sources.get((d.rank, d.key["stage_index"], d.key["kind"] == FORWARD))
+
+    def lone_action(self, first: Origin, differences: Sequence[Difference]) -> Origin:
+        """The origin; where what one side alone has is a whole action of a stage, that."""
+        if first.link != "structure" or first.difference.table == "stage_events" or first.code:
             return first
         for d in differences:
             if (
                 d.table == "stage_events"
                 and d.rank == first.difference.rank
                 and d.only_in is not None
+                and self._around(d.only_in, first.difference) == self.place(d)
             ):
-                around = self._around(d.only_in, first.difference)
-                if around == self.place(d):
-                    return replace(first, difference=d, place=around)
+                return replace(first, difference=d)
         return first
 
-    def placed(
-        self, firsts: Sequence[Origin], differences: Sequence[Difference]
-    ) -> tuple[list[Origin], list[Origin]]:
-        """(the origins with their stage, those that came from another stage)."""
-        received = {_action(d): d for d in differences if _is_apart(d, "reads")}
-        sent = {_action(d) for d in differences if _is_apart(d, "writes")}
-        origins, travelled = [], []
-        for first in firsts:
-            first = self._lone_action(first, differences)
-            place = self.place(first.difference)
-            first = replace(first, place=place)
-            if place is None or place.microbatch is None:
-                origins.append(first)
-                continue
-            rank, is_forward = first.difference.rank, place.phase == "forward"
-            arrived = received.get((rank, place.stage_index, place.microbatch, is_forward))
-            source = self.sources.get((rank, place.stage_index, is_forward))
-            if arrived is None or source is None or place.phase == "weight":
-                origins.append(first)
-            elif (*source, place.microbatch, is_forward) in sent:
-                travelled.append(replace(first, source=source))
-            else:
-                way = Origin("stage", arrived, first.ranks, None, arrived.reads, between=True)
-                origins.append(replace(way, place=place, source=source))
-        return (origins, travelled) if origins else (travelled, [])
+    def placed(self, origin: Origin, apart: Mapping[Action, Difference]) -> Origin:
+        """The origin with where in the pipeline it is, and where what it received came from if `apart` has that."""
+        place = self.place(origin.difference)
+        if place is None or place.microbatch is None:
+            return replace(origin, place=place)
+        action = (
+            origin.difference.rank,
+            place.stage_index,
+            place.microbatch,
+            place.phase == "forward",
+        )
+        received = apart.get(action)
+        source = None if received is None else self.source_of(received)
+        return replace(origin, place=place, source=source)
+
+
+def on_ranks(origin: _Place, stages: Stages | None) -> _Place:
+    """An origin with the candidate's ranks in place of the stages that were compared as such."""
+    if stages is None or origin is None:
+        return origin
+    held = stages.ranks["candidate"]
+    source = origin.source
+    # Passes have been numbered by microbatch.
+    key = {**origin.difference.key, "backward_index": None}
+    return replace(
+        origin,
+        difference=replace(origin.difference, key=key),
+        ranks=tuple(held[stage] for stage in origin.ranks),
+        place=origin.place or Place(origin.ranks[0] % stages.count),
+        source=None if source is None else (held[source[0]], source[1]),
+        reached=tuple(
+            replace(r, rank=held[r.rank], key={**r.key, "stage_index": r.rank % stages.count})
+            for r in origin.reached
+        ),
+    )
+
+
+def received_apart(differences: Sequence[Difference]) -> dict[Action, Difference]:
+    """The actions that received something else, each with its row."""
+    return {
+        (d.rank, d.key["stage_index"], d.key["microbatch"], d.key["kind"] == FORWARD): d
+        for d in differences
+        if d.table == "stage_events" and d.reads is not None and d.reads.differs
+    }
 
 
 _INSIDE = frozenset({"inputs", "module_calls", "node_events", "backward_passes", "gradients"})
-
-
-def _action(d: Difference) -> _Action:
-    return (d.rank, d.key["stage_index"], d.key["microbatch"], d.key["kind"] == "forward")
-
-
-def _is_apart(d: Difference, side: str) -> bool:
-    change = getattr(d, side)
-    return d.table == "stage_events" and change is not None and change.differs
 
 
 def stage_edges(connection: duckdb.DuckDBPyConnection, step: int) -> StageEdges | None:

@@ -7,25 +7,10 @@ import platform
 import socket
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from gradtrace_schemas import SCHEMA_VERSION
-
-# Variables that are known to change numbers, or to say what job this was.
-_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUDA_VISIBLE_DEVICES",
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NVIDIA_TF32_OVERRIDE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "ATEN_CPU_CAPABILITY",
-    "PYTHONHASHSEED",
-)
 
 
 @dataclass(frozen=True)
@@ -90,17 +75,6 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "system": platform.platform(),
     }
-
-
-def environment() -> dict[str, Any]:
-    """Switches and variables that change numbers, as they stand now."""
-    found: dict[str, Any] = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    found["num_threads"] = torch.get_num_threads()
-    found["default_dtype"] = str(torch.get_default_dtype()).removeprefix("torch.")
-    found["deterministic_algorithms"] = torch.are_deterministic_algorithms_enabled()
-    found["float32_matmul_precision"] = torch.get_float32_matmul_precision()
-    found["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
-    return found
 
 
 def _number(name: str) -> int | None:

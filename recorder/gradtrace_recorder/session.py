@@ -77,7 +77,7 @@ class Session:
                     raise
 
     def _open(self) -> Recording | None:
-        from gradtrace_recorder import identity
+        from gradtrace_recorder import environment, identity
         from gradtrace_recorder.claim import NotOurs
         from gradtrace_recorder.summaries.summariser import unseen
 
@@ -89,8 +89,9 @@ class Session:
             if not self.settings.wants_rank(who.rank):
                 self.gate.shut()
                 return None
+            autocast = environment.autocast()
             with unseen():  # the first event may come inside the job's modes
-                self._live = _Live(self.settings, who, self.problems)
+                self._live = _Live(self.settings, who, self.problems, autocast)
             return self._live.recording
         except Exception as error:
             if isinstance(error, NotOurs):
@@ -139,8 +140,10 @@ os.register_at_fork(after_in_child=_after_fork)
 class _Live:
     """The files and the thread of an open recording."""
 
-    def __init__(self, settings: Settings, who: Any, problems: Problems) -> None:
-        from gradtrace_recorder import identity
+    def __init__(
+        self, settings: Settings, who: Any, problems: Problems, autocast: dict[str, str]
+    ) -> None:
+        from gradtrace_recorder import environment, identity
         from gradtrace_recorder.claim import NotOurs, claim_place, living_rival
         from gradtrace_recorder.drain import Drain
         from gradtrace_recorder.flight import Flight
@@ -195,8 +198,9 @@ class _Live:
             "device": None,
             "versions": identity.versions(),
             "settings": settings.as_json(),
-            "environment": identity.environment(),
-            "command": list(getattr(sys, "orig_argv", sys.argv)),
+            "environment": environment.environment() | ({"autocast": autocast} if autocast else {}),
+            "command": environment.command_line(),
+            "git_commit": environment.git_commit(),
             "wall_start_ns": wall,
             "monotonic_start_ns": zero,
         }

@@ -141,8 +141,28 @@ RANKS = Table(
         Column("device", STRING, "Device type of the job's first root module.", True),
         Column("versions", STRING, "Versions of Python, torch, gradtrace, as JSON."),
         Column("settings", STRING, "The recorder's settings, as JSON."),
-        Column("environment", STRING, "Variables and switches that change numbers, as JSON."),
-        Column("command", STRING, "Command line, as a JSON list."),
+        Column(
+            "environment",
+            STRING,
+            "What changes numbers, as it stood at the rank's first event, as JSON: torch's switches (threads, default "
+            "dtype, determinism, TF32, cuDNN, attention, autocast), and the variables PYTHONHASHSEED, ATEN_*, "
+            "CUBLAS_*, CUBLASLT_*, CUDA_*, CUDNN_*, DNNL_*, GLOO_*, HSA_*, KMP_*, MIOPEN_*, MKL_*, NCCL_*, NVIDIA_*, "
+            "OMP_*, ONEDNN_*, OPENBLAS_*, PYTORCH_*, RCCL_*, ROCBLAS_*, TORCHDYNAMO_*, TORCHINDUCTOR_*, TORCH_*, "
+            "TRITON_*, XLA_*, but for places, names of machines, logs, and what sounds like a secret.",
+        ),
+        Column(
+            "command", STRING, "Command line, as a JSON list; what sounds like a secret is masked."
+        ),
+        since(
+            4,
+            Column(
+                "git_commit",
+                STRING,
+                "The commit that was checked out around the job's script, null where there is none. Whether files "
+                "were changed since is not known.",
+                nullable=True,
+            ),
+        ),
         Column("complete", BOOL, "Whether the recording was closed by the rank itself."),
         Column("last_step", INT32, "Last step that it recorded anything of.", True),
         Column("recorded", STRING, "Rows recorded, by table, as JSON."),

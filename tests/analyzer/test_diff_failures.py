@@ -31,6 +31,8 @@ def diffed(folder: Path, candidate: Rows, **build: Any) -> dict[str, Any]:
         build_run(folder / "bad", candidate, world_size=2, **build),
     ]
     result = CliRunner().invoke(analyzer, ["diff", *map(str, runs), "--format", "json"])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
     assert result.exit_code == 1, result.output
     answer: dict[str, Any] = json.loads(result.stdout)
     return answer

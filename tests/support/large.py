@@ -7,6 +7,7 @@ shares the parts in which it is equal, as links to the same files.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -228,8 +229,10 @@ class _Shifts:
 
     def summaries(self, table: str, role: int, each: int) -> Records:
         """Those of all rows of a table in one of its summaries, `each` of a step."""
+        if table == "parameters":
+            return self._parameters(each // 2)
         count = each * len(self._steps)
-        random = np.random.default_rng([self._rank, role, int(self._steps[0]), *table.encode()])
+        random = np.random.default_rng([self._rank, role, int(self._steps[0]) + 1, *table.encode()])
         made = np.zeros(count, SUMMARY)
         made["numel"], made["dtype"], made["state"] = 4096, self._dtype, STATE_FULL
         made["fingerprint"] = random.integers(-(2**63), 2**63 - 1, count)
@@ -244,16 +247,22 @@ class _Shifts:
         made["sketch"][where] *= np.float32(1 + by)
         return made
 
+    def _parameters(self, each: int) -> Records:
+        """Before each step what the step before left."""
+        left = [self._left(int(step), each) for step in (self._steps[0] - 1, *self._steps)]
+        return np.concatenate([half for pair in itertools.pairwise(left) for half in pair])
+
+    def _left(self, step: int, each: int) -> Records:
+        own = _Shifts(self._sizes, np.array([step]), self._change, self._rank, self._dtype)
+        return own.summaries("parameters after", 0, each)
+
     def _apart(self, table: str, role: int, each: int) -> npt.NDArray[np.bool_]:
         step = np.repeat(self._steps, each)
         place = np.tile(np.arange(each), len(self._steps))
         half = self._sizes.steps // 2
         if self._change == "noise":
             # Everything but what the first step is given.
-            given = table == "inputs" or (
-                table == "parameters" and (step == 0) & (place < each // 2)
-            )
-            return ~(np.zeros(len(step), bool) | given)
+            return np.asarray((step >= 0) & (table != "inputs"))
         last = self._rank == self._sizes.ranks - 1
         here = (step == half) & (table == "node_events") & (place == each // 3) & (role == 1) & last
         if self._change == "bug":

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from gradtrace_analyzer.errors import CannotWrite
 from gradtrace_analyzer.run import Run, open_run
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,6 +54,17 @@ def opened_runs(
 def tell(notice: str) -> None:
     """Say something on stderr that is no part of the answer."""
     click.echo(f"analyzer: {notice}", err=True)
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file that a person asked for: whole, or not at all. Raises CannotWrite."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CannotWrite(f"{path} cannot be written: {error.strerror}") from error
 
 
 def answer(lines: Iterable[str]) -> None:

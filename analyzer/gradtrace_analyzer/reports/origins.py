@@ -4,36 +4,55 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gradtrace_analyzer.diff import Answer, Origin
 from gradtrace_analyzer.failures import Failure
+from gradtrace_analyzer.noise import SCATTER
 from gradtrace_analyzer.repeated import Repeated
 from gradtrace_analyzer.replayed import replay_sentence
+from gradtrace_analyzer.reports.places import (
+    and_others,
+    bucket_phrase,
+    module_of,
+    module_phrase,
+    node_phrase,
+    parameter_of,
+    row_name,
+    size_phrase,
+)
+from gradtrace_analyzer.reports.structure import code_sentence
 from gradtrace_analyzer.run import ranks_phrase
 
 
 def unseen_sentence(origin: Origin, answer: Answer) -> str:
     """The first recorded difference, where what lies in front of it was not recorded or not compared."""
+    if origin.code:
+        return origin_sentence(origin)
     verb = (
         f"is in the {origin.difference.only_in} alone"
         if origin.difference.only_in
-        else _size(origin)
+        else size_phrase(origin)
     )
+    alone = len(answer.unseen) == 1 and answer.unseen[0].startswith(("rank ", "step "))
+    were = "was" if alone else "were"
     return (
-        f"Step {origin.step}, {ranks_phrase(origin.ranks)}: {_row_name(origin)} {verb}. It is the first "
-        f"difference among what was compared; what came before may be its cause, since "
-        f"{', '.join(answer.unseen)} were not compared."
+        f"Step {origin.step}, {ranks_phrase(origin.ranks)}: {row_name(origin)}{and_others(origin)} {verb}. "
+        f"It is the first difference among what was compared; what came before may be its cause, since "
+        f"{', '.join(answer.unseen)} {were} not compared."
     )
 
 
 def origin_sentence(origin: Origin) -> str:
     """The sentence of an origin before which everything was compared."""
     d, where = origin.difference, f"Step {origin.step}, {_who(origin)}: "
-    size = _size(origin)
-    module = _module(origin.module_fqn)
+    size = size_phrase(origin)
+    module = module_of(origin, origin.module_fqn)
     if origin.failure is not None:
         return where + failure_clause(origin.failure)
+    if origin.code:
+        return code_sentence(origin, size, _follower(origin))
     if origin.link == "structure" and "kind" in d.values:
         said = {"grad": "autograd.grad(), which accumulates nothing,", "backward": "backward()"}
         a, b = (said.get(v, v) for v in d.values["kind"])
@@ -42,24 +61,26 @@ def origin_sentence(origin: Origin) -> str:
             "baseline; all before it is equal."
         )
     if origin.link == "structure":
-        return f"{where}{_row_name(origin)} is in the {d.only_in} alone; all before it is equal."
+        return f"{where}{row_name(origin)} is in the {d.only_in} alone; all before it is equal."
+    if "requires_grad" in d.values:
+        return where + _frozen(origin)
     if origin.link == "parameters":
         what = "changed since the step before" if origin.step else "differs from the start"
         return (
-            f"{where}{origin.parameter_fqn}{_and_others(origin)} {what}: it {size} "
+            f"{where}{parameter_of(origin)}{and_others(origin)} {what}: it {size} "
             "before the step's first forward."
         )
     if origin.link == "inputs":
-        return f"{where}the input {d.key['name']!r}{_and_others(origin)} {size}."
+        return f"{where}the input {d.key['name']!r}{and_others(origin)} {size}."
     if origin.link == "rng":
         return (
             f"{where}the random generator stands elsewhere when the step begins, for the first time; "
-            f"{_module(d.key['module_fqn'])} is the first to show it: what it "
+            f"{module_of(origin, d.key['module_fqn'])} is the first to show it: what it "
             f"{'receives' if origin.between else 'returns'} {size}."
         )
     if origin.link == "forward" and origin.between:
         return (
-            f"{where}what {_module(d.key['module_fqn'])} receives {size}, although the outputs of all "
+            f"{where}what {module_of(origin, d.key['module_fqn'])} receives {size}, although the outputs of all "
             f"modules before it are equal: the code of {module} in front of it is where they part."
         )
     if origin.link == "forward":
@@ -92,7 +113,7 @@ def origin_sentence(origin: Origin) -> str:
         )
     if origin.link == "backward" and origin.between:
         return (
-            f"{where}the gradient arriving at {_node(origin)} {size}, although all Nodes "
+            f"{where}the gradient arriving at {node_phrase(origin)} {size}, although all Nodes "
             "that ran before gave equal gradients: a tensor hook, the gradient given to backward(), or "
             f"code outside any Node changed it.{_aside(origin)}{_rescaled(origin)}"
         )
@@ -101,22 +122,22 @@ def origin_sentence(origin: Origin) -> str:
         plural = len(origin.positions) > 1
         return (
             f"{where}gradient{'s' if plural else ''} {which} of the {origin.position_count} that leave "
-            f"{_node(origin)} {size}, although the others, and everything it reads, are equal."
-            f"{replay_sentence(origin.replays, origin.step)}"
+            f"{node_phrase(origin)} {size}{_again(origin)}, although the others, and everything "
+            f"recorded that it reads, are equal{_rounding(origin)}.{_why(origin)}"
         )
     if origin.link == "backward":
         return (
-            f"{where}the gradient leaving {_node(origin)} {size}, although everything "
-            f"it reads is equal.{replay_sentence(origin.replays, origin.step)}"
+            f"{where}the gradient leaving {node_phrase(origin)} {size}{_again(origin)}, although everything "
+            f"recorded that it reads is equal{_rounding(origin)}.{_why(origin)}"
         )
     if origin.link == "carried_gradient" and d.only_in is not None:
         return (
-            f"{where}{origin.parameter_fqn}{_and_others(origin)} begins the step with a gradient left in "
+            f"{where}{parameter_of(origin)}{and_others(origin)} begins the step with a gradient left in "
             f".grad, in the {d.only_in} alone."
         )
     if origin.link == "carried_gradient":
         return (
-            f"{where}{origin.parameter_fqn}{_and_others(origin)} begins the step with another .grad: "
+            f"{where}{parameter_of(origin)}{and_others(origin)} begins the step with another .grad: "
             f"it {size} before the first backward pass."
         )
     if d.table == "stage_events":
@@ -129,19 +150,19 @@ def origin_sentence(origin: Origin) -> str:
         )
     if origin.link == "local_gradient":
         return (
-            f"{where}the gradient accumulated for {origin.parameter_fqn} {size}, although the gradients "
+            f"{where}the gradient accumulated for {parameter_of(origin)} {size}, although the gradients "
             "that the Nodes gave are equal: a hook on the parameter changed it."
         )
     if origin.link == "bucket":
         return where + _bucket_sentence(origin)
     if origin.link == "reduced_gradient":
         return (
-            f"{where}the reduced gradient of {origin.parameter_fqn}{_and_others(origin)} {size}, "
+            f"{where}the reduced gradient of {parameter_of(origin)}{and_others(origin)} {size}, "
             "although the local gradients are equal on all ranks: the reduction is where they part."
         )
     if origin.link == "clip":
         return (
-            f"{where}the gradient of {origin.parameter_fqn}{_and_others(origin)} that the optimizer saw "
+            f"{where}the gradient of {parameter_of(origin)}{and_others(origin)} that the optimizer saw "
             f"{size}, although it was equal after the backward pass: code between backward() and the "
             "optimizer's step (clipping, unscaling) is where they part."
         )
@@ -155,7 +176,7 @@ def origin_sentence(origin: Origin) -> str:
             f"otherwise: {'; '.join(changed)}."
         )
     return (
-        f"{where}{origin.parameter_fqn}{_and_others(origin)} {size} after the optimizer's step, although "
+        f"{where}{parameter_of(origin)}{and_others(origin)} {size} after the optimizer's step, although "
         "its gradient, its value before the forward and the optimizer's settings are equal: the optimizer, "
         "its state, or code that changed it in between is where they part."
     )
@@ -171,11 +192,11 @@ def _handed_sentence(origin: Origin) -> str:
     what = "activations" if origin.difference.key["kind"] == "forward" else "gradient"
     if origin.link != "stage":
         made = f"what the stage makes for its neighbour (the {what})"
-        return f"{made} {_size(origin)}, although what it received is equal."
+        return f"{made} {size_phrase(origin)}, although what it received is equal."
     rank, stage = origin.source or (None, None)
     sender = "its neighbour" if stage is None else f"stage {stage}"
     of_rank = "" if stage is None else f" (rank {rank})"
-    verb = _size(origin)
+    verb = size_phrase(origin)
     if what == "activations":
         verb = verb.replace("differs", "differ", 1).replace("(it is", "(they are", 1)
     return (
@@ -187,6 +208,54 @@ def _handed_sentence(origin: Origin) -> str:
 def failure_clause(failure: Failure) -> str:
     """Which pass failed where, why, and what it had reached: a sentence without its place in front."""
     return f"the {failure.side}'s backward pass {failure.backward_index} failed {failure.told}"
+
+
+def _frozen(origin: Origin) -> str:
+    """That a parameter asks for gradients on one side alone."""
+    side = "baseline" if origin.difference.values["requires_grad"][0] is False else "candidate"
+    verb = "are" if origin.other_count else "is"
+    also = "" if origin.change is None or not origin.change.differs else " Its value differs too."
+    return (
+        f"{parameter_of(origin)}{and_others(origin)} {verb} frozen in the {side}: requires_grad is False there and "
+        f"True on the other side.{also}"
+    )
+
+
+def _why(origin: Origin) -> str:
+    """What running the Node again says, or what of it was not seen: what it saved."""
+    again = replay_sentence(origin.replays, origin.step)
+    if again:
+        return again
+    if origin.rewritten is None:
+        return _SAVED
+    name = module_phrase(origin.rewritten, origin.root_name)
+    return (
+        f" {name} was changed after the forward and before the step's end, in place or through .data: it differs after "
+        "the optimizer although its gradient, its value before the forward and the optimizer's settings are equal."
+    )
+
+
+def _rounding(origin: Origin) -> str:
+    """What rounding would explain, where that is a number to hold the difference against."""
+    change = origin.change
+    if change is None or change.error is None or not change.tolerance:
+        return ""
+    if change.noise is not None:
+        return f"; noise here is {change.tolerance / SCATTER:.0e}, which would explain {change.tolerance:.1e}"
+    return f"; rounding would explain {change.tolerance:.1e}"
+
+
+def _again(origin: Origin) -> str:
+    """That the same place shows it in further passes."""
+    n = origin.repeat_count
+    return f" (and {n} more time{'s' if n > 1 else ''} in the step, in other passes)" if n else ""
+
+
+# A Node's saved tensors are its own: no row holds them.
+_SAVED = (
+    " What it saved in the forward is not recorded: its derivative is wrong, or an activation or a weight was changed "
+    "after the forward, in place or through .data."
+)
 
 
 def _aside(origin: Origin) -> str:
@@ -218,7 +287,7 @@ def _rescaled(origin: Origin) -> str:
 
 
 def _bucket_sentence(origin: Origin) -> str:
-    d = origin.difference
+    d, size = origin.difference, size_phrase(origin)
     if "ddp_sync" in d.values:
         said = {"sync": "reduces", "no_sync": "does not reduce (no_sync)"}
         a, b = (said.get(v, f"is {v}") for v in d.values["ddp_sync"])
@@ -228,110 +297,54 @@ def _bucket_sentence(origin: Origin) -> str:
         )
     if d.values:
         changed = [f"{name} is {b} instead of {a}" for name, (a, b) in d.values.items()]
-        return f"{_bucket(origin)} is reduced otherwise: {'; '.join(changed)}."
+        return f"{bucket_phrase(origin)} is reduced otherwise: {'; '.join(changed)}."
     if origin.between:
         return (
-            f"{_bucket(origin)} {_size(origin)} as it goes into its reduction, although the local gradients are "
+            f"{bucket_phrase(origin)} {size} as it goes into its reduction, although the local gradients are "
             "equal: something changed them, or what .grad held, in between."
         )
     return (
-        f"{_bucket(origin)} {_size(origin)} as it comes out of its reduction, although what every rank put in "
+        f"{bucket_phrase(origin)} {size} as it comes out of its reduction, although what every rank put in "
         "is equal: the reduction is where they part."
     )
 
 
-def _bucket(origin: Origin) -> str:
-    """`bucket 0 (head.weight and 5 more)`."""
-    names = [str(name) for name in origin.difference.key.get("parameter_fqns") or ()]
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"bucket {origin.difference.bucket_index} ({names[0] if names else '?'}{more})"
-
-
-def _size(origin: Origin) -> str:
-    """`differs by 1.0e-02 (1.01 times the baseline)`, or what became of finite numbers."""
-    change = origin.change
-    if change is None or change.baseline is None or change.candidate is None:
-        return "differs"
-    for count, what in (("nan_count", "NaN"), ("inf_count", "infinite")):
-        a, b = change.baseline[count] or 0, change.candidate[count] or 0
-        if a != b:
-            return f"has {b:,} {what} elements of {change.candidate['numel']:,} where the baseline has {a:,}"
-    if change.candidate["norm"] == 0 and change.baseline["norm"]:
-        return "is all zero"
-    for name, what in (("numel", "elements"), ("dtype", "as its dtype")):
-        a, b = change.baseline[name], change.candidate[name]
-        if a != b and None not in (a, b):
-            return f"has {b} {what} instead of {a}"
-    factor = change.factor
-    if factor is not None and abs(factor + 1) < 1e-3:
-        return "has its sign flipped"
-    if factor is not None:
-        times = f"{factor:.4g}" if abs(factor - 1) > 1e-3 else f"{factor:.8g}"
-        return f"differs by {abs(factor - 1):.1e} (it is {times} times the baseline's)"
-    if change.error is None:
-        return "differs"
-    if change.error == 0:
-        return "differs in bits that its norm, sum and sketch do not show"
-    ratio: float = change.candidate["norm"] / (change.baseline["norm"] or 1.0)
-    larger = f" (its norm is {ratio:.3g} times the baseline's)" if ratio > 3 else ""
-    return f"differs by {change.error:.1e}{larger}"
-
-
-def place_of(origin: Origin) -> str:
-    """The place alone, for a list."""
-    if origin.failure is not None and origin.node_name is None:
-        return f"the end of backward pass {origin.failure.backward_index}"
-    if origin.difference.table == "stage_events" and origin.place is not None:
-        return f"what {origin.place.said} {'received' if origin.between else 'made'}"
-    if origin.link == "backward":
-        return _node(origin)
-    if origin.parameter_fqn is not None:
-        return f"{origin.parameter_fqn} ({origin.link})"
-    if origin.difference.table == "buckets":
-        return _bucket(origin)
-    if origin.link in ("forward", "rng"):
-        return f"{_module(origin.module_fqn)} ({origin.link})"
-    return origin.link
-
-
-def _row_name(origin: Origin) -> str:
-    key = origin.difference.key
-    if origin.difference.table == "stage_events":
-        return "this action"
-    if origin.node_name is not None:
-        return f"Node {origin.node_name} of {_module(key.get('module_fqn'))}"
-    if "phase" in key:
-        return f"the {key['phase']} call of {_module(key['module_fqn'])}"
-    if origin.parameter_fqn is not None:
-        return f"{origin.parameter_fqn} ({origin.difference.link.replace('_', ' ')})"
-    if origin.difference.table == "buckets":
-        return f"the reduction of {_bucket(origin)} in backward pass {key['backward_index']}"
-    if "name" in key:
-        return f"the input {key['name']!r} of call {key['call_index']}"
-    if "group_index" in key:
-        return f"the step of optimizer {key['optimizer_index']} (group {key['group_index']})"
-    if "kind" in key:
-        return f"backward pass {key['backward_index']}"
-    return f"a row of {origin.difference.table}"
-
-
-def _node(origin: Origin) -> str:
-    """`blocks.0.mlp (AddmmBackward0)`."""
-    return f"{_module(origin.module_fqn)} ({origin.node_name})"
+def _follower(origin: Origin) -> str:
+    """The first difference that follows from changed code, in words."""
+    d = origin.follower
+    if d is None:
+        return "nothing"
+    row = replace(origin, difference=d, code=(), module_fqn=d.key.get("module_fqn"))
+    if d.table == "backward_passes":
+        return "the loss"
+    reads = d.reads is not None and d.reads.differs
+    if d.table == "module_calls":
+        return f"what {module_of(row, d.key['module_fqn'])} {'receives' if reads else 'returns'}"
+    if d.table == "node_events":
+        return f"the gradient {'arriving at' if reads else 'leaving'} {node_phrase(row)}"
+    return row_name(row)
 
 
 def nonfinite_sentence(origin: Origin) -> str:
     """The first value that is finite on one side alone."""
     d = origin.difference
     if d.table == "node_events":
-        what = f"the gradient {'arriving at' if origin.between else 'leaving'} {_node(origin)}"
+        what = (
+            f"the gradient {'arriving at' if origin.between else 'leaving'} {node_phrase(origin)}"
+        )
     elif d.table == "module_calls":
-        what = f"what {_module(d.key['module_fqn'])} {'receives' if origin.between else 'returns'}"
-    else:
+        what = f"what {module_of(origin, d.key['module_fqn'])} {'receives' if origin.between else 'returns'}"
+    elif d.table == "inputs":
         what = f"the input {d.key['name']!r}"
+    elif d.table == "buckets":
+        what = f"{bucket_phrase(origin)} as it {'goes into' if origin.between else 'comes out of'} its reduction"
+    elif d.table == "stage_events":
+        what = f"what stage {d.key['stage_index']} {'receives' if origin.between else 'sends'}"
+    else:
+        what = row_name(origin)
     return (
         f"The first value that is finite on one side alone: step {origin.step}, "
-        f"{ranks_phrase(origin.ranks)}, {what} {_size(origin)}."
+        f"{ranks_phrase(origin.ranks)}, {what} {size_phrase(origin)}."
     )
 
 
@@ -339,16 +352,10 @@ def repeated_sentence(found: Repeated) -> str:
     """A Node that ran again, with a multiple of what arrived before."""
     return (
         f"Backward pass {found.backward_index}, of the {found.side} alone, runs Nodes of backward pass "
-        f"{found.before} again: at {_module(found.module_fqn)} ({found.node_name}, call {found.call_index}) "
+        f"{found.before} again: at {module_phrase(found.module_fqn)} ({found.node_name}, call {found.call_index}) "
         f"{found.times:.4g} times the gradient of before arrives, though at {found.equal_count} other "
         f"{'Node' if found.equal_count == 1 else 'Nodes'} the same: a path is counted more than once."
     )
-
-
-def _module(fqn: str | None) -> str:
-    if fqn is None:
-        return "code outside any module"
-    return fqn or "the root module"
 
 
 def _settings_apart(values: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
@@ -364,7 +371,3 @@ def _settings_apart(values: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[An
 
 def _number(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _and_others(origin: Origin) -> str:
-    return f" (and {origin.other_count} more)" if origin.other_count > 0 else ""

@@ -1,0 +1,70 @@
+"""Sentences beside an answer: what a person should know of the runs before they believe it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from gradtrace_analyzer.align import Alignment
+from gradtrace_analyzer.diff import Origin
+from gradtrace_analyzer.endings import endings
+from gradtrace_analyzer.reports.failures import died_phrase
+from gradtrace_analyzer.run import Run, ranks_phrase
+from gradtrace_analyzer.structure import Structure
+
+
+def compared_with_itself(runs: Mapping[str, Run]) -> list[str]:
+    """That it was, where both sides are one recording."""
+    a, b = runs["baseline"], runs["candidate"]
+    if os.path.realpath(a.path) != os.path.realpath(b.path) or a.attempt != b.attempt:
+        return []
+    return ["Both sides are the same recording: it was compared with itself."]
+
+
+def counted_only(structure: Structure, count: int) -> list[str]:
+    """That what one side alone has is not told of all steps, where it is told."""
+    if not count or not structure.lone:
+        return []
+    which = "1 more step" if count == 1 else f"{count:,} more steps"
+    return [
+        f"What one side alone has was looked for in the steps that were opened; of {which} what differs was counted."
+    ]
+
+
+def abandoned(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
+    """That one side gave up a forward where the other went on, for what it alone has."""
+    for origin in origins:
+        if origin.link != "structure":
+            continue
+        counts = alignment.abandoned_forwards(origin.step, origin.difference.rank)
+        if counts is not None and counts[0] != counts[1]:
+            before, after = (n or "none" for n in counts)
+            return [
+                f"In that step, rank {origin.difference.rank} made {before} "
+                f"{'forward' if counts[0] == 1 else 'forwards'} in the baseline that no backward pass "
+                f"followed, and {after} in the candidate."
+            ]
+    return []
+
+
+def deaths_of(runs: Mapping[str, Run]) -> list[str]:
+    """Where ranks of a side died: what others then failed or stopped with follows from that."""
+    found = []
+    for side, run in runs.items():
+        if run.incomplete_ranks:
+            found += [
+                f"The {side}'s {died_phrase(e)}." for e in endings(run).of("died", "silent")[:4]
+            ]
+    return found
+
+
+def rng_notes(alignment: Alignment, steps: Sequence[int]) -> list[str]:
+    """That generators differ, where no difference shows it."""
+    for step in steps:
+        ranks = alignment.rng_differs(step)
+        if ranks:
+            return [
+                f"The random generators differ from step {step} on ({ranks_phrase(ranks)}), "
+                "but nothing that was recorded depends on them."
+            ]
+    return []

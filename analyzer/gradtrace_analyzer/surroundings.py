@@ -1,0 +1,72 @@
+"""What a step holds besides the rows that differ: read where the origins of a difference are looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import duckdb
+
+from gradtrace_analyzer.circumstances import Circumstances, circumstances
+from gradtrace_analyzer.cover import Cover
+from gradtrace_analyzer.dataflow import Dataflow, dataflow
+from gradtrace_analyzer.differences import Difference
+from gradtrace_analyzer.passages import Passage, passages
+
+# Ranks whose tensors are followed by their fingerprints; on others a second origin may go unseen.
+MOST_RANKS = 16
+
+# Rows of the chain that are shown in front of the first origin, and after it.
+SHOWN_BEFORE, SHOWN_AFTER = 6, 8
+
+
+class Surroundings:
+    """One `step` of two aligned runs, on the connection that holds them."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection, cover: Cover, step: int) -> None:
+        self._connection = connection
+        self._cover = cover
+        self.step = step
+
+    def dataflow(self, rows: Mapping[int, Sequence[Difference]]) -> Dataflow:
+        """What left which row and came into which, of the first ranks with differences in front of any reduction."""
+        tables = {rank: {d.table for d in own} for rank, own in rows.items()}
+        nodes = any("node_events" in own for own in tables.values())
+        computing = {"inputs", "module_calls", "node_events"}
+        ranks = [rank for rank, own in tables.items() if own & computing]
+        return dataflow(self._connection, self.step, ranks[:MOST_RANKS], nodes=nodes)
+
+    def circumstances(
+        self, differences: Sequence[Difference], disturbed: Collection[int]
+    ) -> Circumstances:
+        """What else is known of the step; `disturbed` as there."""
+        return circumstances(
+            self._connection,
+            self.step,
+            differences,
+            disturbed,
+            is_whole=self._cover.sees_all_ranks,
+            is_filtered=self._cover.is_filtered,
+        )
+
+    def modules(self) -> set[tuple[int, str]]:
+        """The (root, module) that any rank called, among those compared."""
+        rows = self._connection.execute(
+            "SELECT DISTINCT root, module_fqn FROM baseline.module_calls SEMI JOIN common "
+            "USING (rank, step) WHERE step = ?",
+            [self.step],
+        ).fetchall()
+        return {(root, fqn) for root, fqn in rows if self._cover.chosen.wants_module(fqn)}
+
+    def roots(self) -> dict[int, str]:
+        """The class of each root module that was called."""
+        rows = self._connection.execute(
+            "SELECT root, min(module_class) FROM (SELECT step, root, module_class, module_fqn FROM "
+            "candidate.module_calls UNION ALL SELECT step, root, module_class, module_fqn FROM "
+            "baseline.module_calls) WHERE step = ? AND module_fqn = '' GROUP BY root ORDER BY root",
+            [self.step],
+        ).fetchall()
+        return {root: name or "" for root, name in rows}
+
+    def passages(self, origin: Difference, differences: Sequence[Difference]) -> list[Passage]:
+        """The rows around an origin, equal ones too."""
+        return passages(self._connection, origin, differences, SHOWN_BEFORE, SHOWN_AFTER)

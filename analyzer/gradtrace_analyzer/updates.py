@@ -1,0 +1,122 @@
+"""Judges what is no output of the chain: parameters after the optimizer, and what a step is given (inputs, parameters).
+
+Both write into the tables that `Judgement` has made ready.
+"""
+
+from __future__ import annotations
+
+import duckdb
+
+from gradtrace_analyzer.tolerance import Rule, roundoff_sql
+
+# By how much an error may grow from a gradient to what plain SGD makes of it.
+_GROWTH = 4.0
+
+# A whole step of an adaptive optimizer hangs on the sign of a gradient: of a relative error r, about 1.6 r of the
+# squared update turns around (the share of normal numbers below r, times four).
+_TURNED = 1.6
+
+# More than any update differs from another of its size: twice its norm, with the estimate's error.
+_UNJUDGED = 2.5
+
+# A running statistic averages what may cancel: by how much wider its tolerance is than an output's.
+_STATISTICS = 64.0
+
+
+def judge_updates(connection: duckdb.DuckDBPyConnection, scale: float) -> None:
+    """After the optimizer: the new difference, against the update and what the gradients explain of it.
+
+    Plain SGD passes a gradient's error on. An adaptive optimizer makes a whole step of the sign of a gradient that is
+    all rounding: of flat parameters (a bias in front of a softmax) any share may be, so they are not judged there.
+    """
+    change = "d.writes_error * greatest(d.writes_b_norm, d.writes_c_norm)"
+    ulp = f"8 * greatest({roundoff_sql('d.writes_b_dtype')}, {roundoff_sql('d.writes_c_dtype')})"
+    size = "greatest(d.writes_b_norm, d.writes_c_norm)"
+    updates = " UNION ALL ".join(
+        "SELECT b.rank, b.step, b.root, b.parameter_fqn, list_distance(b.sketch::DOUBLE[], a.sketch::DOUBLE[]) "
+        f"AS size FROM {side}.parameters b JOIN {side}.parameters a USING (rank, step, root, parameter_fqn) "
+        "SEMI JOIN opened USING (rank, step) WHERE b.point = 'before' AND a.point = 'after' "
+        "AND len(a.sketch) = len(b.sketch)"
+        for side in ("baseline", "candidate")
+    )
+    share = (
+        "CASE WHEN coalesce(k.error, 0) = 0 THEN 1e-3 "
+        f"WHEN {_is_plain(connection)} THEN 1e-3 + {_GROWTH} * k.error "
+        f"WHEN k.is_flat THEN {_UNJUDGED} ELSE least({_UNJUDGED}, 1e-3 + 6 * sqrt({_TURNED} * k.error)) END"
+    )
+    connection.execute(
+        "CREATE OR REPLACE TEMP TABLE judged AS WITH errors AS ("
+        "SELECT rank, step, key_root, key_parameter_fqn, max(writes_error) OVER (PARTITION BY rank, key_root, "
+        "key_parameter_fqn ORDER BY step) AS error FROM differing_gradients "
+        "WHERE only_in IS NULL AND key_point = 'final'), "
+        f"updates AS (SELECT rank, step, root, parameter_fqn, max(size) AS size FROM ({updates}) GROUP BY ALL), "
+        "known AS (SELECT d.rowid AS id, "
+        f"greatest(0, {change} - coalesce(before.was, 0)) AS added, {ulp} * {size} AS rounded, "
+        f"u.size AS update_size, e.error, s.is_flat, {size} AS size "
+        "FROM differing_parameters d "
+        "LEFT JOIN (SELECT rank, step, key_root, key_parameter_fqn, writes_error * "
+        "greatest(writes_b_norm, writes_c_norm) AS was FROM differing_parameters WHERE key_point = 'before') before "
+        "ON before.rank = d.rank AND before.step = d.step AND before.key_root = d.key_root "
+        "AND before.key_parameter_fqn = d.key_parameter_fqn "
+        "LEFT JOIN updates u ON u.rank = d.rank AND u.step = d.step AND u.root = d.key_root "
+        "AND u.parameter_fqn = d.key_parameter_fqn "
+        "LEFT JOIN shapes s ON s.root = d.key_root AND s.parameter_fqn = d.key_parameter_fqn "
+        "ASOF LEFT JOIN errors e ON e.rank = d.rank AND e.key_root = d.key_root "
+        "AND e.key_parameter_fqn = d.key_parameter_fqn AND d.step >= e.step "
+        "WHERE d.key_point = 'after' AND d.only_in IS NULL) "
+        f"SELECT id, coalesce(added > {scale} * allowed, true) AS apart, "
+        f"{scale} * allowed / nullif(size, 0) AS allowed FROM (SELECT *, "
+        f"rounded + coalesce(update_size, 0) * ({share}) AS allowed FROM known k)"
+    )
+    connection.execute(
+        "UPDATE differing_parameters d SET exceeds = d.exceeds OR j.apart, beyond = d.exceeds OR j.apart, "
+        "writes_tolerance = j.allowed FROM judged j WHERE j.id = d.rowid"
+    )
+
+
+def _is_plain(connection: duckdb.DuckDBPyConnection) -> str:
+    """Whether all optimizers pass a gradient on in proportion."""
+    row = connection.execute(
+        "SELECT coalesce(bool_and(optimizer_class IN ('SGD', 'ASGD')), false) FROM baseline.optimizer_groups"
+    ).fetchone()
+    return "true" if row is not None and row[0] else "false"
+
+
+def judge_given(connection: duckdb.DuckDBPyConnection, rule: Rule, scale: float) -> None:
+    """Inputs, and parameters before a step: given, not computed. Of another dtype they are rounded once."""
+    once = (
+        "CASE WHEN writes_b_dtype <> writes_c_dtype THEN 1.01 * greatest("
+        f"{roundoff_sql('writes_b_dtype')}, {roundoff_sql('writes_c_dtype')}) ELSE 0 END"
+    )
+    connection.execute(
+        f"UPDATE differing_inputs SET writes_tolerance = {once}, beyond = exceeds OR "
+        f"coalesce(writes_error > {once}, true), exceeds = exceeds OR coalesce(writes_error > {once}, true)"
+    )
+    # What the last step left is judged there: here only what changed since. Buffers, which the forward
+    # changes, have no row after the optimizer: statistics are held against a far wider tolerance.
+    last = (
+        "EXISTS (SELECT 1 FROM {side}.parameters a WHERE a.rank = d.rank AND a.root = d.key_root "
+        "AND a.parameter_fqn = d.key_parameter_fqn AND a.step = d.step - 1 AND a.point = 'after'{same})"
+    )
+    same = (
+        " AND a.fingerprint = (SELECT b.fingerprint FROM {side}.parameters b WHERE b.rank = d.rank "
+        "AND b.root = d.key_root AND b.parameter_fqn = d.key_parameter_fqn AND b.step = d.step "
+        "AND b.point = 'before')"
+    )
+    kept = " AND ".join(
+        last.format(side=side, same=same.format(side=side)) for side in ("baseline", "candidate")
+    )
+    computed = (
+        f"d.step > (SELECT min(step) FROM common) AND NOT {last.format(side='baseline', same='')} "
+        "AND EXISTS (SELECT 1 FROM baseline.parameters a WHERE a.rank = d.rank AND a.root = d.key_root "
+        "AND a.parameter_fqn = d.key_parameter_fqn AND a.step = d.step AND a.kind = 'buffer')"
+    )
+    loose = f"greatest({_STATISTICS} * {scale * rule.forward()!r}::DOUBLE, {_GROWTH} * coalesce(g.weights, 0))"
+    connection.execute(
+        "UPDATE differing_parameters d SET writes_tolerance = allowed, beyond = exceeds OR apart, "
+        "exceeds = exceeds OR apart FROM (SELECT id, NOT kept AND coalesce(writes_error > allowed, true) AS apart, "
+        f"allowed FROM (SELECT d.rowid AS id, d.writes_error, {kept} AS kept, CASE WHEN {computed} THEN {loose} "
+        f"ELSE {once} END AS allowed FROM differing_parameters d LEFT JOIN growth g "
+        "ON g.rank = d.rank AND g.step = d.step WHERE key_point = 'before' AND only_in IS NULL)) j "
+        "WHERE j.id = d.rowid"
+    )

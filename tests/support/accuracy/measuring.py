@@ -1,0 +1,134 @@
+"""Whether `diff` finds a fault, where it places it, and whether it lets a legal change pass."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradtrace_analyzer.compare import compare
+from gradtrace_analyzer.reports.diff import as_object
+from gradtrace_analyzer.run import open_run
+from support.accuracy.families import FAMILIES, Family
+from support.accuracy.faults import KINDS
+from support.accuracy.training import CHANGES, train
+
+FAULT_STEP = 1
+
+# What nothing that is recorded tells: the person who made the change has to.
+DECLARED = {"fp8 (simulated)": "fp8"}
+
+# oneDNN has no LSTM in float16 on a CPU; batch normalisation over microbatches is other training.
+IMPOSSIBLE = {("recurrent", "fp16 with a scaler"), ("cnn", "accumulation")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A candidate: a family under a change, with a fault at a place, or without one."""
+
+    family: str
+    change: str
+    place: str
+    kind: str | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What `diff` said of a case.
+
+    `placed`: `exact` (the Node), `module` (the module, one inside it or the one around it), `step` (the right step,
+    another place), `elsewhere`, or None where no difference was found.
+    """
+
+    case: Case
+    verdict: str
+    placed: str | None
+    explanation: str
+
+    @property
+    def is_found(self) -> bool:
+        return self.verdict == "different"
+
+
+def cases(count: int, seed: int = 0, changes: Sequence[str] = CHANGES) -> list[Case]:
+    """`count` faults, spread over changes, kinds and families, and among them every change in every family without one.
+
+    In an order of which any beginning is a fair sample.
+    """
+    draw = random.Random(seed)
+    possible = [(f, c) for c in changes for f in FAMILIES if (f, c) not in IMPOSSIBLE]
+    found = [Case(f, c, draw.choice(FAMILIES[f].places), None) for f, c in possible]
+    pairs: list[tuple[str, str]] = []
+    for n in range(count):
+        if not pairs:
+            pairs = draw.sample(possible, len(possible))
+        family, change = pairs.pop()
+        place = draw.choice(FAMILIES[family].places)
+        found.append(Case(family, change, place, KINDS[n % len(KINDS)]))
+    return draw.sample(found, len(found))
+
+
+class Laboratory:
+    """Runs cases in a directory; baselines are shared."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._baselines: dict[tuple[str, str], Path] = {}
+        self._count = 0
+
+    def outcome(self, case: Case, scale: float = 1.0) -> Outcome:
+        family = FAMILIES[case.family]
+        return self.judged(case, self.baseline(case, family), self.candidate(case, family), scale)
+
+    def baseline(self, case: Case, family: Family) -> Path:
+        key = (case.family, case.place)
+        if key not in self._baselines:
+            self._baselines[key] = self._train(family, "none", case.place, None)
+        return self._baselines[key]
+
+    def candidate(self, case: Case, family: Family) -> Path:
+        return self._train(family, case.change, case.place, case.kind)
+
+    def judged(self, case: Case, baseline: Path, candidate: Path, scale: float = 1.0) -> Outcome:
+        answer = as_object(
+            compare(
+                open_run(baseline),
+                open_run(candidate),
+                precision=DECLARED.get(case.change),
+                scale=scale,
+            )
+        )
+        first = answer["first_divergence"]
+        placed = None if first is None else _placed(case, first)
+        return Outcome(case, answer["verdict"], placed, answer["explanation"])
+
+    def _train(self, family: Family, change: str, place: str, kind: str | None) -> Path:
+        self._count += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # torch's own, of compiling and of second backward passes
+            return train(
+                self._directory / str(self._count),
+                family,
+                change,
+                fqn=place,
+                kind=kind,
+                fault_step=FAULT_STEP,
+            )
+
+
+def _placed(case: Case, first: dict[str, Any]) -> str:
+    if first["step"] != FAULT_STEP:
+        return "elsewhere"
+    module = first["module_fqn"]
+    if module == case.place:
+        return "exact" if first["node_name"] == "FaultyBackward" else "module"
+    if module is not None and (
+        module.startswith(f"{case.place}.") or case.place.startswith(f"{module}.")
+    ):
+        return "module"
+    return "step"
