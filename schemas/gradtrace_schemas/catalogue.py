@@ -13,7 +13,8 @@ from gradtrace_schemas.table import Table
 #    by how much a Node that was run again differs; ranks what was not run again, in which steps rows were dropped, and
 #    which rows a flight recording let go of.
 # 4  stage_events are recorded: which occurrence, with what error.
-SCHEMA_VERSION = 4
+# 5  ranks say which commit was checked out.
+SCHEMA_VERSION = 5
 
 # The order is that of a step; the position of a table is the kind of its journal records, so append only.
 ALL_TABLES: tuple[Table, ...] = (

@@ -154,7 +154,7 @@ RANKS = Table(
             "command", STRING, "Command line, as a JSON list; what sounds like a secret is masked."
         ),
         since(
-            4,
+            5,
             Column(
                 "git_commit",
                 STRING,

@@ -279,6 +279,18 @@ def test_a_run_of_the_third_schema_is_read_without_rows_of_stages() -> None:
         assert nodes == [(None, "backward")]
 
 
+def test_a_run_of_the_fourth_schema_is_read_without_a_commit() -> None:
+    """Recorded by the version that wrote schema 4: two steps of a linear layer, each in two actions of stage 0."""
+    run = open_run(Path(__file__).resolve().parents[1] / "data" / "schema-4")
+    assert run.schema_version == 4 and run.notices == ()
+    with contextlib.closing(connect([run])) as connection:
+        assert connection.execute("SELECT git_commit FROM ranks").fetchall() == [(None,)]
+        actions = "SELECT step, stage_index, kind FROM stage_events ORDER BY step, kind"
+        assert connection.execute(actions).fetchall() == [
+            (step, 0, kind) for step in (0, 1) for kind in ("backward_full", "forward")
+        ]
+
+
 def test_journal_of_format_2_is_read_with_null_where_columns_are_newer(tmp_path: Path) -> None:
     """Written by the recorder of schema 2: a pass that failed, and a Node that was running."""
     packed = Path(__file__).resolve().parents[1] / "data" / "journal-2.gz"
