@@ -26,11 +26,22 @@ _GROWTH = 4.0
 # How many times the noise that is seen in a step's forward its backward pass may show.
 _SEEN = 8.0
 
+# The same of how modules lengthen what goes through them: a median over modules of all sizes and kinds, of which the
+# largest was 13 times the median in sound runs.
+_SEEN_GAIN = 32.0
+
 # A gradient this much smaller than its step's largest may be what is left of a cancellation.
 _NOISE_FLOOR = 1e-3
 
 # How many times a normalisation's backward pass may amplify the relative error of what it receives.
 _MOST_AMPLIFIED = 1e4
+
+# By how much a module or Node lengthens what goes through it more on one side than on the other, and of how many numbers
+# norms must be for that to tell anything.
+_GAIN = (
+    "abs((d.writes_c_norm / nullif(d.writes_b_norm, 0)) / nullif(d.reads_c_norm / nullif(d.reads_b_norm, 0), 0) - 1)"
+)
+_MANY = "d.writes_b_numel >= 64 AND d.writes_b_numel = d.writes_c_numel"
 
 # Nodes whose derivative jumps, and the share of normal numbers that a relative error of 1 would carry over the jump.
 _KINKED = "^(Relu|Threshold|LeakyRelu|Hard|Clamp|Max|Min|Abs|Prelu|Rrelu|Adaptive.*Max|Amax|Amin|Topk|Sort)"
@@ -210,12 +221,14 @@ class Judgement:
     def _growth(self) -> None:
         """`growth`: by how much the parameters of a rank's step differ before it, and how much its forward then does.
 
+        `seen_noise` has what the modules show: `change`, and `gain`, by how much they lengthen what goes through them.
         The parameters' is the largest of any module, whose parameters are taken together; the forward's is the larger
         of the root's output and the median of all modules.
         """
         self._connection.execute(
             "CREATE OR REPLACE TEMP TABLE seen_noise AS SELECT rank, step, greatest(median(writes_error), "
-            "max(writes_error) FILTER (key_module_fqn = '')) AS change FROM differing_module_calls "
+            "max(writes_error) FILTER (key_module_fqn = '')) AS change, "
+            f"median({_GAIN}) FILTER ({_MANY}) AS gain FROM differing_module_calls d "
             "WHERE only_in IS NULL AND writes_differs AND key_phase = 'forward' AND writes_error > 0 GROUP BY ALL"
         )
         self._connection.execute(
@@ -306,6 +319,8 @@ class Judgement:
             if is_forward
             else f"({_GROWTH} * coalesce(g.forward, 0) + coalesce(f.extra, 0) ** 2 + coalesce(u.extra, 0))"
         )
+        if is_forward:
+            lengthening = f"least({lengthening}, coalesce({_SEEN_GAIN} * w.gain, 1e9))"
         norm_tolerance = f"(r.norm + {self._scale} * {lengthening}) * {amplified}"
         joins = (
             f"FROM {name} d LEFT JOIN rounding r ON r.rank = d.rank AND r.step = d.step AND r.start <= d.place "
@@ -343,13 +358,8 @@ class Judgement:
             beyond.append(f"(d.{role}_differs AND coalesce({error} > {share}, true))")
             exceeds.append(f"(d.{role}_differs AND coalesce({error} > {share} * {decisive}, true))")
         if len(table.sides) == 2:
-            gain = (
-                "abs((d.writes_c_norm / nullif(d.writes_b_norm, 0)) / nullif(d.reads_c_norm / "
-                "nullif(d.reads_b_norm, 0), 0) - 1)"
-            )
-            many = "d.writes_b_numel >= 64 AND d.writes_b_numel = d.writes_c_numel"
-            seen = f"{gain} * {cancelled['writes']} > {norm_tolerance}"
-            lengthened = f"coalesce(d.writes_differs AND {many} AND {seen}, false)"
+            seen = f"{_GAIN} * {cancelled['writes']} > {norm_tolerance}"
+            lengthened = f"coalesce(d.writes_differs AND {_MANY} AND {seen}, false)"
             beyond.append(lengthened)
             exceeds.append(lengthened)
         self._connection.execute(

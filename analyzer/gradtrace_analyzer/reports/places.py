@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gradtrace_analyzer.diff import Origin
+from gradtrace_analyzer.differences import Change
 
 
 def bucket_phrase(origin: Origin) -> str:
@@ -23,10 +24,14 @@ def size_phrase(origin: Origin) -> str:
             return f"has {b:,} {what} elements of {change.candidate['numel']:,} where the baseline has {a:,}"
     if change.candidate["norm"] == 0 and change.baseline["norm"]:
         return "is all zero"
-    for name, what in (("numel", "elements"), ("dtype", "as its dtype")):
-        a, b = change.baseline[name], change.candidate[name]
-        if a != b and None not in (a, b):
-            return f"has {b} {what} instead of {a}"
+    a, b = change.baseline["numel"], change.candidate["numel"]
+    if a != b and None not in (a, b):
+        return f"has {b} elements instead of {a}"
+    return _change_phrase(change) + _dtypes_phrase(change)
+
+
+def _change_phrase(change: Change) -> str:
+    assert change.baseline is not None and change.candidate is not None
     factor = change.factor
     if factor is not None and abs(factor + 1) < 1e-3:
         return "has its sign flipped"
@@ -38,8 +43,17 @@ def size_phrase(origin: Origin) -> str:
     if change.error == 0:
         return "differs in bits that its norm, sum and sketch do not show"
     ratio: float = change.candidate["norm"] / (change.baseline["norm"] or 1.0)
+    if change.error <= change.tolerance and abs(ratio - 1) > 1e-4:
+        return f"has {ratio:.4g} times the baseline's norm, which rounding hardly changes"
     larger = f" (its norm is {ratio:.3g} times the baseline's)" if ratio > 3 else ""
     return f"differs by {change.error:.1e}{larger}"
+
+
+def _dtypes_phrase(change: Change) -> str:
+    """` (bfloat16, the baseline's float32)`, where the sides differ in it."""
+    assert change.baseline is not None and change.candidate is not None
+    a, b = change.baseline["dtype"], change.candidate["dtype"]
+    return f" ({b}, the baseline's {a})" if a != b and None not in (a, b) else ""
 
 
 def _size_of_one(origin: Origin) -> str:
