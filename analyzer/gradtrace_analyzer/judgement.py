@@ -36,11 +36,10 @@ _NOISE_FLOOR = 1e-3
 # How many times a normalisation's backward pass may amplify the relative error of what it receives.
 _MOST_AMPLIFIED = 1e4
 
-# By how much a module or Node lengthens what goes through it more on one side than on the other, and of how many numbers
-# norms must be for that to tell anything.
-_GAIN = (
-    "abs((d.writes_c_norm / nullif(d.writes_b_norm, 0)) / nullif(d.reads_c_norm / nullif(d.reads_b_norm, 0), 0) - 1)"
-)
+# By how much a module or Node lengthens what goes through it more on one side than on the other; and of how many
+# numbers norms must be for that to tell anything.
+_LENGTHENING = (f"(d.writes_{side}_norm / nullif(d.reads_{side}_norm, 0))" for side in "cb")
+_GAIN = "abs({} / nullif({}, 0) - 1)".format(*_LENGTHENING)
 _MANY = "d.writes_b_numel >= 64 AND d.writes_b_numel = d.writes_c_numel"
 
 # Nodes whose derivative jumps, and the share of normal numbers that a relative error of 1 would carry over the jump.
