@@ -120,7 +120,8 @@ class Rule:
     def words(self) -> str:
         """Where it comes from: `float32, sums of up to 512 terms, 14 layers`."""
         layers = f"{self.layers} layer{'s' * (self.layers != 1)}"
-        return f"{self.arithmetic}, sums of up to {self.summands:,} terms, {layers}"
+        sums = f"sums of up to {self.summands:,} terms, " if self.summands > 1 else ""
+        return f"{self.arithmetic}, {sums}{layers}"
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,8 @@ def _explained(change: Change, answer: Answer) -> str:
     if change.noise is not None and answer.noise is not None:
         measured = change.tolerance / SCATTER
         return f"noise here is {measured:.0e}, measured from {', '.join(answer.noise.names)}"
+    if not change.tolerance:
+        return "rounding explains nothing"
     rule = f": {answer.rule.words()}" if answer.rule is not None else ""
     return f"rounding explains up to {change.tolerance:.1e}{rule}"
 

@@ -65,16 +65,26 @@ def reached_object(reached: Reached) -> dict[str, Any]:
     }
 
 
+# What `Answer.equal` holds, and that a link or module is in it only where all ranks that were compared agree.
+_EVERYWHERE = {
+    "ranks": "all of rank",
+    "links": "on all ranks the links",
+    "modules": "and the modules",
+}
+
+
 def inheritance_lines(answer: Answer, most: int) -> Iterator[str]:
     """What follows from each of several origins in their step, and what of the step is equal."""
     if answer.verdict == "different" and len(answer.origins) > 1 and not answer.unseen:
         yield from _heirs(answer.origins[:4])
         yield ""
     equal = [
-        f"{what}: {', '.join(_shown(names, most))}" for what, names in answer.equal.items() if names
+        f"{_EVERYWHERE[what]} {', '.join(_shown(names, most))}"
+        for what, names in answer.equal.items()
+        if names
     ]
     if equal:
-        yield f"Equal in that step, on all ranks compared: {'; '.join(equal)}."
+        yield f"Equal in that step: {'; '.join(equal)}."
         yield ""
 
 

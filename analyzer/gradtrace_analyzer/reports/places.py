@@ -21,7 +21,8 @@ def size_phrase(origin: Origin) -> str:
     for count, what in (("nan_count", "NaN"), ("inf_count", "infinite")):
         a, b = change.baseline[count] or 0, change.candidate[count] or 0
         if a != b:
-            return f"has {b:,} {what} elements of {change.candidate['numel']:,} where the baseline has {a:,}"
+            of = f"{b:,} of {change.candidate['numel']:,} elements {what}"
+            return f"has {of} where the baseline has {a:,}"
     if change.candidate["norm"] == 0 and change.baseline["norm"]:
         return "is all zero"
     a, b = change.baseline["numel"], change.candidate["numel"]
@@ -63,7 +64,7 @@ def _size_of_one(origin: Origin) -> str:
     for count, what in (("nan_count", "NaN"), ("inf_count", "infinite")):
         if held.get(count) and origin.difference.only_in is not None:
             return (
-                f"has {held[count]:,} {what} elements of {held['numel']:,}, and is in the "
+                f"has {held[count]:,} of {held['numel']:,} elements {what}, and is in the "
                 f"{origin.difference.only_in} alone"
             )
     return "differs"
