@@ -41,7 +41,7 @@ def explanation(answer: Answer) -> str:
     cover = answer.cover
     if answer.verdict == "incomparable":
         said = f"Cannot tell: {answer.reason}."
-        if cover.ranks and cover.steps and not cover.is_whole:
+        if cover.steps and any(cover.rows.values()) and not cover.is_whole:
             said += f" What can be compared is identical ({extent(cover)})."
         return said
     if answer.verdict == "identical":
