@@ -199,7 +199,7 @@ def _compared(
             notes=(
                 *compared_with_itself(runs),
                 *notes,
-                *counted_only(structure, alignment.counted_steps),
+                *counted_only(structure, judgement.aside, alignment.counted_steps),
                 *([] if stages is None else [stages.note()]),
                 *abandoned(alignment, origins),
                 *(() if is_undone else died),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gradtrace_analyzer.diff import Origin
 from gradtrace_analyzer.differences import Difference
@@ -37,6 +38,7 @@ def split(
     """
     found = Split([], [])
     spreads = not is_proven or structure.has_parameters
+    changed = structure.trained if is_proven else structure.touched
     for rank in sorted({d.rank for d in differences}):
         _split_rank(
             sorted((d for d in differences if d.rank == rank), key=lambda d: d.order),
@@ -45,6 +47,7 @@ def split(
             draws=rank in rng_ranks and structure.has_parameters,
             exceeding=exceeding,
             spreads=spreads,
+            changed=changed,
         )
     return found
 
@@ -81,14 +84,15 @@ def _split_rank(
     draws: bool,
     exceeding: bool,
     spreads: bool,
+    changed: Collection[str | None],
 ) -> None:
-    """`draws`: random numbers differ because the changed code took some."""
+    """`draws`: random numbers differ because the changed code took some; `changed`: modules it may have a hand in."""
     place = structure.places.get((own[0].rank, own[0].step))
     is_after = False
     modules: set[object] = set()
     for d in own:
         is_behind = is_after or (spreads and place is not None and d.order > place)
-        module = (d.key.get("root"), d.key.get("module_fqn"))
+        module: tuple[Any, str | None] = (d.key.get("root"), d.key.get("module_fqn"))
         if d.only_in is not None:  # what is no changed code: it happened
             follows = False
         elif exceeding and not d.exceeds and d.table != "parameters":
@@ -98,7 +102,7 @@ def _split_rank(
         elif d.table == "optimizer_groups":
             follows = set(d.values) == {"parameter_fqns"} and structure.has_parameters
         elif d.table in ("module_calls", "node_events"):
-            inside = spreads and place is not None and module[1] in structure.touched
+            inside = place is not None and module[1] in changed
             if d.reads is not None and d.reads.is_apart(exceeding=exceeding):
                 follows = is_behind
             elif d.table == "module_calls":

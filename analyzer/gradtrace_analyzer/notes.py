@@ -9,6 +9,7 @@ from gradtrace_analyzer.align import Alignment
 from gradtrace_analyzer.diff import Origin
 from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.reports.failures import died_phrase
+from gradtrace_analyzer.rewritten import Aside
 from gradtrace_analyzer.run import Run, ranks_phrase
 from gradtrace_analyzer.structure import Structure
 
@@ -21,9 +22,9 @@ def compared_with_itself(runs: Mapping[str, Run]) -> list[str]:
     return ["Both sides are the same recording: it was compared with itself."]
 
 
-def counted_only(structure: Structure, count: int) -> list[str]:
-    """That what one side alone has is not told of all steps, where it is told."""
-    if not count or not structure.lone:
+def counted_only(structure: Structure, aside: Sequence[Aside], count: int) -> list[str]:
+    """That what one side alone has is not told of all steps, where it is told, or was set `aside`."""
+    if not count or not (structure.lone or any(a.only_in != "both" for a in aside)):
         return []
     which = "1 more step" if count == 1 else f"{count:,} more steps"
     return [

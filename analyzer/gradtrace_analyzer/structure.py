@@ -56,11 +56,15 @@ class Lone:
 
 @dataclass(frozen=True)
 class Structure:
-    """All that one side alone has. `places` are, by rank and step, where the first row of changed code stands."""
+    """All that one side alone has. `places` are, by rank and step, where the first row of changed code stands.
+
+    `touched` are the modules inside which code was changed, `trained` those that hold what one side alone trains.
+    """
 
     lone: tuple[Lone, ...] = ()
     places: Mapping[tuple[int, int], float] = field(default_factory=dict)
     touched: frozenset[str | None] = frozenset()
+    trained: frozenset[str | None] = frozenset()
     compiled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -136,11 +140,13 @@ def structure_of(
     mark_code(connection, lone, failures)
     rest = _nodes_and_calls(connection, compiled)
     touched: set[str | None] = set()
+    trained: set[str | None] = set()
     for entry in (*found, *rest):
         if entry.is_code:
-            touched |= _around(
-                entry.name if entry.kind in ("module", "parameter") else entry.module_fqn
-            )
+            is_named = entry.kind in ("module", "parameter")
+            around = _around(entry.name if is_named else entry.module_fqn)
+            touched |= around
+            trained |= around if entry.has_parameters else set()
     places = {
         (rank, step): place
         for rank, step, place in connection.execute(
@@ -152,6 +158,7 @@ def structure_of(
         lone=(*found, *rest, *_happened(connection)),
         places=places,
         touched=frozenset(touched),
+        trained=frozenset(trained),
         compiled={side: own for side, own in compiled.items() if own},
     )
 

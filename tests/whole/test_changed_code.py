@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import gradtrace_analyzer.opening as opening
+from gradtrace_analyzer.chosen import Chosen, chosen
 from gradtrace_analyzer.compare import compare
 from gradtrace_analyzer.renames import rename_of
 from gradtrace_analyzer.reports.diff import lines
@@ -136,8 +138,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return run
 
 
-def diff(a: Path, b: Path, *renames: str) -> dict[str, Any]:
-    return as_object(compare(open_run(a), open_run(b), renames=[rename_of(r) for r in renames]))
+def diff(a: Path, b: Path, *renames: str, chosen: Chosen | None = None) -> dict[str, Any]:
+    as_given = [rename_of(r) for r in renames]
+    return as_object(compare(open_run(a), open_run(b), renames=as_given, chosen=chosen))
 
 
 def alone(answer: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -223,6 +226,48 @@ def test_fault_that_does_not_follow_from_an_added_layer_is_found(
     first = answer["first_divergence"]
     assert (first["step"], first["link"], first["module_fqn"]) == (step, link, "blocks.0")
     assert ("module", "adapter", "candidate") in alone(answer)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (wrong_derivative, {"name": "layers", "inner": "wup"}),
+        (nothing, {"code": "split"}),
+        (wrong_derivative, {"code": "fused"}),
+        (wrong_derivative, {"code": "split", "adapter": "inert"}),
+        (nothing, {"adapter": "active"}),
+    ],
+)
+def test_size_of_the_runs_changes_nothing_but_how_much_is_opened(
+    code: dict[str, str], fault: Fault, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = runs(), runs(fault, **code)
+    opened = diff(*pair)
+    monkeypatch.setattr(opening, "MOST_ROWS", 0)
+    sieved = diff(*pair)
+    for key in ("verdict", "first_divergence", "origins", "renames", "equal"):
+        assert sieved[key] == opened[key], key
+    assert alone(sieved) == alone(opened)
+    told = (
+        sieved["explanation"].replace(" What one side alone has was looked for", "\n").split("\n")
+    )
+    assert opened["explanation"].startswith(told[0])
+    assert len(told) == 1 or sieved["structure"]
+
+
+def test_step_that_is_asked_for_is_compared_around_changed_code(runs: Runs) -> None:
+    pair = runs(), runs(wrong_derivative, code="split", adapter="inert")
+    before, at_it = (diff(*pair, chosen=chosen(step, None, (), ())) for step in (1, 2))
+    assert (before["cover"]["steps"], at_it["cover"]["steps"]) == ([1], [2])
+    assert "All values that pair are identical, but the models differ" in before["explanation"]
+    assert place(at_it["first_divergence"]) == (2, "blocks.0", "ScaleBackward")
+    assert ("module", "adapter", "candidate") in alone(at_it)
+
+
+def test_fault_in_a_block_whose_code_was_changed_beside_a_frozen_layer_is_found(runs: Runs) -> None:
+    for code in ("split", "order"):
+        answer = diff(runs(), runs(wrong_derivative, code=code, adapter="inert"))
+        assert place(answer["first_divergence"]) == (2, "blocks.0", "ScaleBackward")
 
 
 def test_unrelated_models_are_incomparable(runs: Runs, tmp_path: Path) -> None:
