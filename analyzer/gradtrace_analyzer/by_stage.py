@@ -15,11 +15,10 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.halves import whole_nodes
+from gradtrace_analyzer.pairing import SIDES
 from gradtrace_analyzer.pipelines import FORWARD, FULL, INPUT, WEIGHT, stages_of_roots
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.steps import DIGEST_LINKS
-
-SIDES = ("baseline", "candidate")
 
 # Where rows come in the step of a stage; what is of a microbatch is that much later.
 _PARAMETERS, _FORWARD, _CARRIED, _BACKWARD = 0, 1_000, 100_000, 200_000

@@ -15,10 +15,10 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.differences import Difference
+from gradtrace_analyzer.pairing import SIDES
 
 Place = tuple[Any, ...]
 
-SIDES = ("baseline", "candidate")
 
 _CALL_KEY = ("microbatch", "root", "module_fqn", "phase", "call_index")
 _INPUT_KEY = ("microbatch", "root", "call_index", "name")

@@ -45,3 +45,7 @@ class CannotWrite(GradtraceError):
 
 class BadGate(GradtraceError):
     """A threshold of `--fail-on` that cannot be read."""
+
+
+class NoRepeat(GradtraceError):
+    """What `--noise` names is no repeat of the baseline."""

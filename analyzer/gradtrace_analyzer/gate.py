@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from gradtrace_analyzer.diff import Answer
 from gradtrace_analyzer.errors import BadGate
 from gradtrace_analyzer.links import LINKS
+from gradtrace_analyzer.reports.places import place_of
 from gradtrace_analyzer.run import ranks_phrase
 
 ANY = "any"
@@ -105,6 +106,10 @@ def _differences(answer: Answer, gate: Gate) -> Iterator[Failing]:
     for o in answer.origins:
         if o.link in _WHOLE or o.failure is not None:
             yield Failing(o.link, gate, None, o.step, o.ranks, o.module_fqn or "")
+        elif o.change is not None and o.change.factor is not None:
+            # Known exactly, where the spread's errors are estimates.
+            error = abs(o.change.factor - 1)
+            yield Failing(o.link, gate, error, o.step, o.ranks, place_of(o))
 
 
 def failure_words(found: Failing) -> str:

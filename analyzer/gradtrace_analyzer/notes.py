@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 from gradtrace_analyzer.align import Alignment
@@ -10,14 +9,13 @@ from gradtrace_analyzer.diff import Origin
 from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.reports.failures import died_phrase
 from gradtrace_analyzer.rewritten import Aside
-from gradtrace_analyzer.run import Run, ranks_phrase
+from gradtrace_analyzer.run import Run, is_same_recording, ranks_phrase
 from gradtrace_analyzer.structure import Structure
 
 
 def compared_with_itself(runs: Mapping[str, Run]) -> list[str]:
     """That it was, where both sides are one recording."""
-    a, b = runs["baseline"], runs["candidate"]
-    if os.path.realpath(a.path) != os.path.realpath(b.path) or a.attempt != b.attempt:
+    if not is_same_recording(runs["baseline"], runs["candidate"]):
         return []
     return ["Both sides are the same recording: it was compared with itself."]
 

@@ -148,13 +148,14 @@ def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False
 def aside_sentence(found: Sequence[Aside]) -> str:
     """What was set aside, in words."""
     said = []
-    for kind, words in (("node", "Nodes"), ("call", "module calls")):
+    for kind, one in (("node", "Node"), ("call", "module call")):
         for side in ("baseline", "candidate"):
             mine = [a for a in found if (a.kind, a.only_in) == (kind, side)]
             if mine:
                 named = ", ".join(a.name or "the root" for a in mine[:3])
                 more = ", ..." if len(mine) > 3 else ""
-                said.append(f"{sum(a.count for a in mine):,} {words} in the {side} ({named}{more})")
+                count = sum(a.count for a in mine)
+                said.append(f"{count:,} {one}{'s' * (count != 1)} in the {side} ({named}{more})")
     parts = [f"On one side alone, without effect on what the optimizer saw: {'; '.join(said)}."]
     return (parts[0] if said else "") + (
         f"{' ' * bool(said)}The optimizer computes its update with another kernel (fused, foreach)."

@@ -333,3 +333,8 @@ def _notices(
             f"{run.path}: {d.part.short_name} {d.why}; the rows of {d.part.table} that rank "
             f"{d.part.rank} had in it are missing from every answer"
         )
+
+
+def is_same_recording(a: Run, b: Run) -> bool:
+    """Whether both are one attempt of one directory, however it was named."""
+    return os.path.realpath(a.path) == os.path.realpath(b.path) and a.attempt == b.attempt

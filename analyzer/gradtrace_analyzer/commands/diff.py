@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -16,18 +17,20 @@ from gradtrace_analyzer.commands import (
 )
 from gradtrace_analyzer.compare import compare
 from gradtrace_analyzer.database import run_names
+from gradtrace_analyzer.errors import NoRepeat
 from gradtrace_analyzer.gate import ANY, Gate, exit_status, failing, failure_words, gate_of
+from gradtrace_analyzer.pairing import SIDES
 from gradtrace_analyzer.renames import rename_of
 from gradtrace_analyzer.reports.diff import lines
 from gradtrace_analyzer.reports.diff_object import as_object
 from gradtrace_analyzer.reports.junit import junit_xml
 from gradtrace_analyzer.reports.slower import timing_lines, timing_object
 from gradtrace_analyzer.reports.tables import json_text
+from gradtrace_analyzer.run import Run, is_same_recording
 from gradtrace_analyzer.timing.slower import compared_runs
 from gradtrace_analyzer.tolerance import PRECISIONS
 
 _EXIT = {"identical": 0, "within_tolerance": 0, "different": 1, "incomparable": 2}
-
 
 # How many places --timing shows in its table.
 _PLACES = 10
@@ -129,7 +132,7 @@ def diff(
         renames=given,
         chosen=wanted,
         with_chain=verbose,
-        repeats=opened_runs(repeats, None) if repeats else (),
+        repeats=_opened_repeats(repeats, runs),
         precision=precision,
     )
     times = compared_runs(*runs) if timing else None
@@ -155,3 +158,15 @@ def diff(
             elif not failed:
                 answer(["No difference reaches what --fail-on names."])
     return exit_status(found, failed) if limits else _EXIT[found.verdict]
+
+
+def _opened_repeats(paths: Sequence[str], runs: Sequence[Run]) -> Sequence[Run]:
+    """The repeats of the baseline. Raises NoRepeat for one that is a side of the comparison itself."""
+    repeats = opened_runs(paths, None) if paths else ()
+    for side, run in zip(SIDES, runs, strict=True):
+        for path, repeat in zip(paths, repeats, strict=True):
+            if is_same_recording(run, repeat):
+                raise NoRepeat(
+                    f"--noise {path} is the {side} itself; give another run of the baseline's job"
+                )
+    return repeats

@@ -49,7 +49,7 @@ def explanation(answer: Answer) -> str:
         return f"Identical, {how}, in all that both recorded: {extent(cover)}.{lacking(cover)}"
     if answer.verdict == "within_tolerance" and answer.sums is not None:
         return (
-            f"The same within rounding: {answer.sums.words()} {_sentence(tolerance_words(answer))}."
+            f"The same within {_noise(answer)}: {answer.sums.words()} {_sentence(tolerance_words(answer))}."
             f"{lacking(cover)}"
         )
     if answer.verdict == "within_tolerance" and not answer.origins:
@@ -65,11 +65,11 @@ def explanation(answer: Answer) -> str:
         origin = answer.origins[0]
         if origin.code:
             return (
-                f"The same within rounding, by other code: {code_phrase(origin.code)}; no output, loss or "
+                f"The same within {_noise(answer)}, by other code: {code_phrase(origin.code)}; no output, loss or "
                 f"gradient that pairs differs by more than the tolerance.{lacking(cover)}"
             )
         return (
-            f"The same within rounding: the first bits differ in step {origin.step}, "
+            f"The same within {_noise(answer)}: the first bits differ in step {origin.step}, "
             f"{ranks_phrase(origin.ranks)}, at {place_of(origin)}, and no output, loss or "
             f"gradient differs by more than the tolerance: {tolerance_words(answer)}.{lacking(cover)}"
         )
@@ -78,7 +78,7 @@ def explanation(answer: Answer) -> str:
     origin = answer.origins[0]
     said = unseen_sentence(origin, answer) if answer.unseen else origin_sentence(origin)
     if answer.sums is not None or answer.first_bits is not None:
-        said = said.replace(" equal", " equal within rounding")
+        said = said.replace(" equal", f" equal within {_noise(answer)}")
     if answer.first_bits is not None:
         bits = answer.first_bits
         said += f" (The first bits differ in step {bits.step}, {ranks_phrase(bits.ranks)}, at {place_of(bits)}.)"
@@ -91,6 +91,10 @@ def explanation(answer: Answer) -> str:
     said = " ".join((*answer.deaths, said))
     others = (_inheritance(answer), _more(answer), _other_failures(answer), _nonfinite(answer))
     return said + "".join(others) + "".join(f" {repeated_sentence(r)}" for r in answer.repeated[:1])
+
+
+def _noise(answer: Answer) -> str:
+    return "rounding" if answer.noise is None else "noise"
 
 
 def tolerance_words(answer: Answer) -> str:
