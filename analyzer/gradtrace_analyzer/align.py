@@ -13,13 +13,15 @@ import duckdb
 
 from gradtrace_analyzer.chosen import Chosen
 from gradtrace_analyzer.differences import Change, Difference, changed_gradient, difference
+from gradtrace_analyzer.excuses import excuse
 from gradtrace_analyzer.failures import Failure, one_sided_failures
 from gradtrace_analyzer.judgement import Judgement
 from gradtrace_analyzer.links import LINK_TABLES, LINKS
-from gradtrace_analyzer.opening import Opening, Reading, merged_spread
+from gradtrace_analyzer.opening import Opening, Reading
 from gradtrace_analyzer.pairing import SIDES, STATISTICS
 from gradtrace_analyzer.stage_edges import StageEdges, stage_edges
 from gradtrace_analyzer.structure import Parts, Structure, structure_of
+from gradtrace_analyzer.tally import merged_spread
 from gradtrace_analyzer.whereabouts import whereabouts_sql
 
 # Rows of one step that are looked at one by one. Where more differ, of each rank and table the first ones are, in
@@ -87,31 +89,7 @@ class Alignment:
                 f"WHERE only_in = 'baseline' AND {self._chosen.condition(table, 'key_')} GROUP BY rank, step"
             ).fetchall():
                 self._alone[table.table, place[0], place[1]] = count
-        # A gradient of zeros that is carried into a step is none: `zero_grad(set_to_none=False)`.
-        connection.execute(
-            "DELETE FROM differing_gradients WHERE only_in IS NOT NULL AND key_point = 'carried' "
-            "AND coalesce(writes_b_abs_max, writes_c_abs_max) = 0 "
-            "AND coalesce(writes_b_nan_count, writes_c_nan_count) = 0"
-        )
-        # Buckets of another size or order are no difference: parameters still pair by their gradients.
-        connection.execute(
-            "DELETE FROM differing_buckets d WHERE only_in IS NOT NULL AND EXISTS (SELECT 1 FROM "
-            "(SELECT 'candidate' AS side, rank, step, backward_index FROM baseline.buckets UNION ALL "
-            "SELECT 'baseline', rank, step, backward_index FROM candidate.buckets) o "
-            "WHERE o.side = d.only_in AND o.rank = d.rank AND o.step = d.step "
-            "AND o.backward_index = d.key_backward_index)"
-        )
-        other = {"baseline": "candidate", "candidate": "baseline"}
-        for table in LINK_TABLES:
-            name = f"differing_{table.table}"
-            if not self._unmatched:
-                connection.execute(f"DELETE FROM {name} WHERE only_in IS NOT NULL")
-            for side, ends in self._torn_ends.items():
-                for rank, step in ends.items():
-                    connection.execute(
-                        f"DELETE FROM {name} WHERE only_in = ? AND rank = ? AND step = ?",
-                        [other[side], rank, step],
-                    )
+        excuse(connection, self._torn_ends, unmatched=self._unmatched)
         judgement = self._judgement
         if judgement is not None:
             judgement.write()
@@ -305,48 +283,6 @@ class Alignment:
             [step, rank, root],
         ).fetchall()
         return {fqn for (fqn,) in rows}
-
-    def unused_forwards(self, step: int) -> dict[int, list[tuple[float, float]]]:
-        """By rank, the stretches of the step's program order, on the baseline's side, that hold a root's forward
-        of which no accumulating backward pass ran a Node, with the `autograd.grad` calls right after it."""
-        calls = self._connection.execute(
-            "SELECT rank, record_index - s.first, depth = 0, EXISTS ("
-            "SELECT 1 FROM baseline.node_events n JOIN baseline.backward_passes p "
-            "USING (rank, step, backward_index) WHERE p.kind = 'backward' AND n.step = ? "
-            "AND n.rank = c.rank AND n.step = c.step "
-            "AND n.root = c.root AND n.module_fqn = c.module_fqn AND n.call_index = c.call_index "
-            "AND n.microbatch >= c.microbatch AND NOT EXISTS (SELECT 1 FROM baseline.module_calls l "
-            "WHERE l.step = ? AND l.rank = c.rank AND l.step = c.step AND l.root = c.root "
-            "AND l.module_fqn = c.module_fqn AND l.call_index = c.call_index AND l.phase = 'forward' "
-            "AND l.microbatch > c.microbatch AND l.microbatch <= n.microbatch)) "
-            "FROM baseline.module_calls c JOIN step_start s USING (rank, step) "
-            "WHERE s.side = 'baseline' AND c.phase = 'forward' AND step = ?",
-            [step, step, step],
-        ).fetchall()
-        passes = self._connection.execute(
-            "SELECT rank, record_index - s.first, kind FROM baseline.backward_passes p "
-            "JOIN step_start s USING (rank, step) WHERE s.side = 'baseline' AND step = ?",
-            [step],
-        ).fetchall()
-        found: dict[int, list[tuple[float, float]]] = {}
-        for rank in {rank for rank, *_ in calls}:
-            begin, is_used, is_open = 0.0, False, False
-            rows = [row[1:] for row in (*calls, *passes) if row[0] == rank]
-            for place, *what in sorted(rows):  # a call's row comes after those inside it
-                if len(what) == 1:
-                    is_open = is_open and what[0] == "grad"
-                    if is_open:
-                        found[rank][-1] = (found[rank][-1][0], float(place))
-                    begin = place + 0.5
-                    continue
-                is_root, has_nodes = what
-                is_used = is_used or has_nodes
-                if is_root:
-                    is_open = not is_used
-                    if is_open:
-                        found.setdefault(rank, []).append((begin, float(place)))
-                    begin, is_used = place + 0.5, False
-        return found
 
     def abandoned_forwards(self, step: int, rank: int) -> tuple[int, int] | None:
         """How many of the step's forwards no backward pass followed, on both sides."""

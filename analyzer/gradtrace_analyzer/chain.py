@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from gradtrace_analyzer.causes import Causes
 from gradtrace_analyzer.circumstances import Circumstances
-from gradtrace_analyzer.dataflow import Dataflow, Place, places
+from gradtrace_analyzer.dataflow import Dataflow
 from gradtrace_analyzer.differences import Change, Difference
 from gradtrace_analyzer.stage_edges import StageEdges
+from gradtrace_analyzer.trail import Trail
 
 # A second origin among differences of rounding must stand out by what 4 lanes of a sketch can tell.
 _STANDS_OUT = 4
@@ -53,8 +54,7 @@ class RankChain:
         self._dataflow = dataflow
         self._known = circumstances
         self._exceeding = exceeding
-        self._moved: dict[tuple[object, ...], list[int]] = {}
-        self._apart: set[Place] = set()
+        self._trail = Trail(dataflow, exceeding=exceeding)
         self._first_drawn: list[int] = []
         self._accumulating: dict[tuple[object, ...], Difference] = {}
         self.waiting: list[int] = []
@@ -131,13 +131,13 @@ class RankChain:
 
     def _input(self, d: Difference) -> int:
         root, microbatch = d.key["root"], d.key["microbatch"]
-        feeders = self._same_elsewhere(d) or [
+        feeders = self._trail.sources(d) or [
             *self._so_far("forward"),
             *self._received(d, "forward"),
         ]
         v = self._causes.add(d, feeders)
         self._join(v, "inputs", microbatch, root)
-        self._leaves(v, d)
+        self._trail.leave(v, d)
         return v
 
     def _call(self, d: Difference) -> int:
@@ -145,8 +145,8 @@ class RankChain:
         feeders: list[int] = []
         reads, writes = self._is_apart(d.reads), self._is_apart(d.writes)
         if reads:
-            feeders = self._same_elsewhere(d)
-            if not feeders and not self._is_changed_on_the_way(d):
+            feeders = self._trail.sources(d)
+            if not feeders and not self._trail.is_changed_on_the_way(d):
                 feeders = [
                     *self._so_far("calls", microbatch, root),
                     *self._so_far("inputs", microbatch, root),
@@ -169,7 +169,7 @@ class RankChain:
         self.waiting.append(v)
         if writes and not feeders and not self._first_drawn:
             self._first_drawn = [v]
-        self._leaves(v, d)
+        self._trail.leave(v, d)
         self._join_module(v, d)
         self._join(v, "calls", microbatch, root)
         self._join(v, "forward")
@@ -214,7 +214,7 @@ class RankChain:
         if _gave_another_size(d):
             self._join_place(v, d, "half done")
         self.waiting.append(v)
-        self._leaves(v, d)
+        self._trail.leave(v, d)
         self._join(v, "nodes", index)
         for numel in {moved.numel for moved in self._dataflow.left(d)}:
             self._join(v, "nodes", index, numel)
@@ -227,8 +227,8 @@ class RankChain:
 
     def _arriving(self, d: Difference) -> list[int]:
         """Where the gradients that came into a Node can have come from."""
-        feeders = self._same_elsewhere(d)
-        if feeders or self._is_changed_on_the_way(d):
+        feeders = self._trail.sources(d)
+        if feeders or self._trail.is_changed_on_the_way(d):
             return feeders
         index = d.key["backward_index"]
         for numel in {moved.numel for moved in self._dataflow.arrived(d)}:
@@ -353,30 +353,6 @@ class RankChain:
             self._join(v, "received", d.key["stage_index"], d.key["microbatch"], way_of(d))
             self._join(v, "received", way_of(d))
 
-    def _same_elsewhere(self, d: Difference) -> list[int]:
-        """The rows before it which the same tensors left, on both sides: of what differs, all of it."""
-        found: list[int] = []
-        for moved in self._dataflow.arrived(d):
-            sources = self._moved.get((_pass_of(d), moved))
-            if not sources:
-                return []
-            found += sources
-        return found
-
-    def _is_changed_on_the_way(self, d: Difference) -> bool:
-        sizes = {moved.numel for moved in self._dataflow.arrived(d)}
-        if any(self._causes.so_far(self._rank, "from zero", _pass_of(d), n) for n in sizes):
-            return False  # it may be a sum with a gradient that was zero in the baseline
-        return self._dataflow.changed_on_the_way(d, self._apart)
-
-    def _leaves(self, v: int, d: Difference) -> None:
-        for moved in self._dataflow.left(d):
-            self._moved.setdefault((_pass_of(d), moved), []).append(v)
-            if not moved.baseline:
-                self._join(v, "from zero", _pass_of(d), moved.numel)
-        if self._is_apart(d.writes):
-            self._apart.add(places(d)[0])
-
     def _hardly(self, d: Difference) -> list[int]:
         """Among differences of rounding, what came before, where this one does not stand out."""
         before = self._before()
@@ -396,10 +372,6 @@ def _gave_another_size(d: Difference) -> bool:
 def way_of(d: Difference) -> str:
     """Which way an action of a stage goes: what it receives comes from the stage before, or after."""
     return "forward" if d.key["kind"] == "forward" else "backward"
-
-
-def _pass_of(d: Difference) -> object:
-    return d.key["backward_index"] if d.table == "node_events" else "forward"
 
 
 def enclosing(fqn: str) -> list[str]:

@@ -14,30 +14,24 @@ from gradtrace_analyzer.chosen import Chosen
 from gradtrace_analyzer.configuration import apart_in_configuration, changes_numbers
 from gradtrace_analyzer.cover import (
     Cover,
-    all_steps,
     asked_differently,
     cover_of,
-    held,
     lacking_words,
     lost_rows,
     problems_of,
-    setting,
     torn_ends,
 )
 from gradtrace_analyzer.database import connect_pair
-from gradtrace_analyzer.diff import (
-    Answer,
-    Origin,
-    Verdict,
-    by_rank,
-)
-from gradtrace_analyzer.diff import firsts as firsts_of
+from gradtrace_analyzer.diff import Answer, Origin, Verdict
 from gradtrace_analyzer.differences import Change
+from gradtrace_analyzer.division import divisions
 from gradtrace_analyzer.factors import likely_causes
+from gradtrace_analyzer.firsts import by_rank
+from gradtrace_analyzer.firsts import firsts as firsts_of
 from gradtrace_analyzer.footers import row_counts, table_counts
 from gradtrace_analyzer.judgement import Judgement
 from gradtrace_analyzer.likely_renames import Naming, settle_names
-from gradtrace_analyzer.links import LINKS, LOCAL_LINKS
+from gradtrace_analyzer.limits import nothing_to_compare, unseen_before
 from gradtrace_analyzer.notes import (
     abandoned,
     compared_with_itself,
@@ -48,11 +42,11 @@ from gradtrace_analyzer.notes import (
 from gradtrace_analyzer.opening import Reading
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.renames import Rename
-from gradtrace_analyzer.repartitioned import Repartitioned, Sums, divisions
+from gradtrace_analyzer.repartitioned import Repartitioned, Sums
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
 from gradtrace_analyzer.rewritten import aside_sentence, scaled_sentence
-from gradtrace_analyzer.run import Run, ranks_phrase
+from gradtrace_analyzer.run import Run
 from gradtrace_analyzer.search import StepSearch
 from gradtrace_analyzer.skipped import skipped_batches
 from gradtrace_analyzer.stage_edges import on_ranks
@@ -215,7 +209,7 @@ def _compared(
                     else ()
                 ),
             ),
-            unseen=tuple(_unseen(runs, cover, origins[0], common) if origins else ()),
+            unseen=tuple(unseen_before(runs, cover, origins[0], common) if origins else ()),
             first_bits=first_bits,
             failures=tuple(failures),
             repeated=tuple(repeated(connection, origins[0].step)) if origins else (),
@@ -228,7 +222,7 @@ def _compared(
             chain=tuple(chain),
         )
 
-    nothing = _nothing_to_compare(runs, ranks, steps, alignment, cover) or naming.unrelated
+    nothing = nothing_to_compare(runs, ranks, steps, alignment, cover) or naming.unrelated
     if nothing is not None:
         return answer("incomparable", nothing)
     notes = [scaled_sentence(judgement.scaled)] if judgement.scaled else []
@@ -337,77 +331,6 @@ def _is_reproducible(
     return bool(origins) and all(
         alignment.equal_before(o.difference) >= WITNESS_ROWS for o in origins
     )
-
-
-def _nothing_to_compare(
-    runs: Mapping[str, Run],
-    ranks: Sequence[int],
-    steps: Mapping[str, Mapping[int, Sequence[int]]],
-    alignment: Alignment,
-    cover: Cover,
-) -> str | None:
-    a, b = runs["baseline"], runs["candidate"]
-    if not ranks:
-        asked = cover.chosen.listed_ranks
-        which = f"{held(asked)} was not" if asked else "no rank was"
-        return f"{which} recorded on both sides: {held(a.ranks)} against {held(b.ranks)}"
-    if not steps["both"]:
-        if cover.chosen.step is not None:
-            return f"step {cover.chosen.step} was not recorded on both sides"
-        own = {side: all_steps(steps[side]) for side in runs}
-        empty = [side for side, of_side in own.items() if not of_side]
-        if empty:
-            return (
-                f"the {' and the '.join(empty)} {'holds' if len(empty) == 1 else 'hold'} no step yet: nothing was "
-                "recorded before the job ended, or it has only just begun"
-            )
-        return (
-            f"no step was recorded on both sides: {held(own['baseline'], 'step')} against "
-            f"{held(own['candidate'], 'step')} (GRADTRACE_STEP_OFFSET shifts a resumed job's; GRADTRACE_STEPS chooses)"
-        )
-    if not cover.chosen.is_all and not any(cover.rows.values()):
-        return f"nothing that both recorded is of {cover.chosen.said}"
-    if not alignment.summarised():
-        return (
-            "one side recorded neither values nor norms (GRADTRACE_SUMMARY=off, or nothing that could be "
-            "summarised); names and times cannot tell whether the runs agree"
-        )
-    return None
-
-
-# The tables that hold each link, as far as they can be left out by a setting.
-_HELD_IN = (
-    ("parameters", "parameters", "parameters"),
-    ("inputs", "inputs", "inputs"),
-    ("forward", "module_calls", "module outputs"),
-    ("backward", "node_events", "gradients at the Nodes"),
-    ("local_gradient", "gradients", "local gradients"),
-)
-
-
-def _unseen(
-    runs: Mapping[str, Run], cover: Cover, origin: Origin, common: Sequence[int]
-) -> list[str]:
-    """What lies before an origin and was not compared: no sentence may call it equal."""
-    before = LINKS.index(origin.link) if origin.link != "structure" else len(LINKS)
-    found = [
-        what
-        for link, table, what in _HELD_IN
-        if LINKS.index(link) < before
-        and not (cover.rows.get(table) and cover.chosen.wants_link(link))
-    ]
-    chosen = [setting(run, "modules") for run in runs.values()]
-    if any(chosen) or cover.chosen.modules:
-        found.append("modules outside the filter")
-    if origin.link not in LOCAL_LINKS:
-        seen = set(cover.ranks)
-        unseen = {r for run in runs.values() for r in range(run.world_size or 0)} - seen
-        if unseen:
-            found.append(ranks_phrase(unseen))
-    earlier = [step for step in common if step < origin.step]
-    if origin.link == "parameters" and origin.step > 0 and origin.step - 1 not in earlier:
-        found.append(f"step {origin.step - 1}")
-    return found
 
 
 def _lone_ranks(cover: Cover) -> list[Lone]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -31,21 +30,13 @@ from gradtrace_analyzer.pairing import (
 )
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.run import Run
-from gradtrace_analyzer.tally import Sieved, Tally
+from gradtrace_analyzer.tally import Sieved, Tally, tallied
 from gradtrace_analyzer.tolerance import Least
-from gradtrace_analyzer.whereabouts import whereabouts_sql
 
 Place = tuple[int, int]  # (rank, step)
 
 # Rows of both sides that are opened at once without looking first: they take about 100 MB.
 MOST_ROWS = 250_000
-
-# What steps are counted in, whose rows are too many to be kept: per rank, step and table a few numbers.
-_TALLY = (
-    "SELECT rank, {point}, step, count(*), max(error), bool_or(exceeds), {nonfinite}, "
-    "count(*) FILTER (only_in IS NULL AND error IS NULL), arg_min({where}, place) "
-    "FROM differing_{table} GROUP BY ALL"
-)
 
 
 @dataclass(frozen=True)
@@ -209,7 +200,7 @@ class Opening:
                 ranks = {rank for rank, _ in portion}
                 self._open({*portion, *(a for a in anchors if a[0] in ranks)})
                 of_portion = set(portion)
-                tallies += [t for t in self._tallied() if (t.rank, t.step) in of_portion]
+                tallies += [t for t in tallied(self._connection) if (t.rank, t.step) in of_portion]
                 count(len(portion))
 
         def first(is_meant: Callable[[Tally], bool]) -> set[int]:
@@ -229,7 +220,7 @@ class Opening:
                     chosen.add(step)
                     break
                 tallies = [t for t in tallies if t.step != step]
-                tallies += [t for t in self._tallied() if t.step == step]
+                tallies += [t for t in tallied(self._connection) if t.step == step]
             if proposed:
                 open_steps(chosen)
         self.tallies = [t for t in tallies if t.step not in chosen]
@@ -336,66 +327,13 @@ class Opening:
                 f"greatest(abs(value_b_loss), abs(value_c_loss)) * {least.forward(least.unit)!r}, "
                 "value_b_loss IS DISTINCT FROM value_c_loss) OR isnan(value_b_loss) <> isnan(value_c_loss)"
             )
-            found += [replace(t, is_judged=False) for t in self._tallied(names)]
-        return found
-
-    def _tallied(self, tables: Sequence[Any] = LINK_TABLES) -> list[Tally]:
-        found = []
-        for table in tables:
-            nonfinite = " OR ".join(
-                f"(coalesce({role}_b_{s}, 0) > 0) <> (coalesce({role}_c_{s}, 0) > 0)"
-                for role, _ in table.sides
-                for s in ("nan_count", "inf_count")
-            )
-            query = _TALLY.format(
-                point="key_point" if "point" in table.key else "NULL",
-                table=table.table,
-                nonfinite=f"bool_or({nonfinite})" if nonfinite else "false",
-                where=whereabouts_sql(table.table),
-            )
-            rows = self._connection.execute(query).fetchall()
-            found += [
-                Tally(rank, table.table, point, step, count, error, exceeds, bool(apart), *more)
-                for rank, point, step, count, error, exceeds, apart, *more in rows
-            ]
+            found += [replace(t, is_judged=False) for t in tallied(self._connection, names)]
         return found
 
     def _loads(self, places: Sequence[Place]) -> Iterator[list[Place]]:
         """The steps in portions that may be open at once."""
         each = max(1, self._rows(places) // max(1, len(places)))
         yield from _portions(places, max(1, MOST_ROWS // each))
-
-
-def merged_spread(
-    rows: Iterable[tuple[Any, ...]], tallies: Iterable[Tally]
-) -> list[dict[str, Any]]:
-    """Of each rank and link the first step and what differs first in it, the number of rows, the largest error and how
-    many have none, over both. Whether any is beyond tolerance is None where a step that may have one was not opened."""
-    found: dict[tuple[int, str], dict[str, Any]] = {}
-    told = [*rows, *(_told(t) for t in tallies)]
-    for rank, table, point, step, count, error, exceeds, unmeasured, place in told:
-        link = link_of(table, point)
-        entry = found.setdefault(
-            (rank, link),
-            {"rank": rank, "link": link, "first_step": step, "row_count": 0, "largest_error": None,
-             "unmeasured_count": 0, "beyond_tolerance": False, "place": None},
-        )  # fmt: skip
-        if step < entry["first_step"] or entry["place"] is None:
-            entry["place"] = place
-        entry["first_step"] = min(entry["first_step"], step)
-        entry["row_count"] += count
-        entry["unmeasured_count"] += unmeasured
-        known = [e for e in (entry["largest_error"], error) if e is not None]
-        entry["largest_error"] = max(known, default=None)
-        either = (entry["beyond_tolerance"], exceeds)
-        entry["beyond_tolerance"] = True if True in either else None if None in either else False
-    return list(found.values())
-
-
-def _told(t: Tally) -> tuple[Any, ...]:
-    exceeds = t.exceeds if t.is_judged or not t.exceeds else None
-    of = (t.rank, t.table, t.point, t.step)
-    return (*of, t.rows, t.largest_error, exceeds, t.unmeasured, t.place)
 
 
 def _portions(places: Sequence[Place], size: int) -> Iterator[list[Place]]:

@@ -19,7 +19,7 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.differences import Change, Difference
-from gradtrace_analyzer.run import Run
+from gradtrace_analyzer.division import Division
 from gradtrace_analyzer.tolerance import Rule, roundoff
 from gradtrace_analyzer.wholes import SUMMED, change_of_sums, held_against, whole
 
@@ -27,21 +27,6 @@ from gradtrace_analyzer.wholes import SUMMED, change_of_sums, held_against, whol
 _GROWTH = 4.0
 # A norm and a sum are worth less than a sketch: an estimate counts from this many tolerances on.
 _DECISIVE = 3.0
-
-
-@dataclass(frozen=True)
-class Division:
-    """How a side divides its work: ranks, and accumulating backward passes of a rank's step."""
-
-    ranks: int
-    passes: int
-    parameter_numel: int
-    input_numel: int
-    input_count: int = 0
-
-    def words(self) -> str:
-        ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
-        return f"{ranks} with {self.passes} backward pass{'es' * (self.passes != 1)} a step"
 
 
 @dataclass(frozen=True)
@@ -67,43 +52,6 @@ class Repartitioned:
             "Sums over ranks "
             f"and microbatches were compared: {counts}; the largest relative error is {self.largest:.1e}.{scaled}"
         )
-
-
-def divisions(
-    connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Run]
-) -> tuple[Division, Division] | None:
-    """How both sides divide the work, where they do it differently and feed the same amount; else None."""
-    found = []
-    for side, run in runs.items():
-        row = connection.execute(
-            f"WITH here AS (SELECT min(step) AS step FROM {side}.steps) SELECT "
-            f"(SELECT max(backward_count) FROM {side}.steps SEMI JOIN here USING (step)), "
-            f"(SELECT coalesce(sum(numel), 0) FROM {side}.parameters SEMI JOIN here USING (step) "
-            "WHERE point = 'before' AND rank = (SELECT min(rank) FROM "
-            f"{side}.parameters)), "
-            f"(SELECT coalesce(sum(numel), 0) FROM {side}.inputs SEMI JOIN here USING (step) WHERE root IS NOT NULL), "
-            f"(SELECT count(*) FROM {side}.inputs SEMI JOIN here USING (step) WHERE root IS NOT NULL)"
-        ).fetchone()
-        passes, numel, fed, calls = row or (0, 0, 0, 0)
-        found.append(Division(run.world_size or len(run.ranks), passes or 0, numel, fed, calls))
-    a, b = found
-    if (a.ranks, a.passes, a.parameter_numel) == (b.ranks, b.passes, b.parameter_numel):
-        return None
-    # One pass more or less for the same calls is no other division: it was left out, failed, or was made twice.
-    if (a.ranks, a.parameter_numel, a.input_count) == (b.ranks, b.parameter_numel, b.input_count):
-        return None
-    # A stage's root is fed by another stage: what enters the model is not told from that. Elsewhere it must be known.
-    is_same = a.input_numel == b.input_numel and a.input_numel > 0
-    if not is_same and not _has_stages(connection):
-        return None
-    return a, b
-
-
-def _has_stages(connection: duckdb.DuckDBPyConnection) -> bool:
-    return any(
-        connection.execute(f"SELECT 1 FROM {side}.stage_events LIMIT 1").fetchone()
-        for side in ("baseline", "candidate")
-    )
 
 
 class Sums:

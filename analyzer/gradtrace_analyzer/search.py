@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from gradtrace_analyzer.align import Alignment
 from gradtrace_analyzer.dataflow import Dataflow
-from gradtrace_analyzer.diff import Origin, by_rank, firsts, told
+from gradtrace_analyzer.diff import Origin
 from gradtrace_analyzer.differences import Difference
 from gradtrace_analyzer.failures import Failure
+from gradtrace_analyzer.firsts import by_rank, firsts, told
 from gradtrace_analyzer.following import Split, origin_of_code, split
 from gradtrace_analyzer.links import LOCAL_LINKS
 from gradtrace_analyzer.origins import independent, same_place_merged
@@ -67,7 +68,7 @@ class StepSearch:
             self._modules,
             exceeding=exceeding,
             failures=failed,
-            unused=alignment.unused_forwards(step) if forwards else {},
+            unused=here.unused_forwards() if forwards else {},
         )
         if self._edges is not None:
             edges = self._edges

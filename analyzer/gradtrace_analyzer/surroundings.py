@@ -11,6 +11,7 @@ from gradtrace_analyzer.cover import Cover
 from gradtrace_analyzer.dataflow import Dataflow, dataflow
 from gradtrace_analyzer.differences import Difference
 from gradtrace_analyzer.passages import Passage, passages
+from gradtrace_analyzer.unused import unused_forwards
 
 # Ranks whose tensors are followed by their fingerprints; on others a second origin may go unseen.
 MOST_RANKS = 16
@@ -66,6 +67,10 @@ class Surroundings:
             [self.step],
         ).fetchall()
         return {root: name or "" for root, name in rows}
+
+    def unused_forwards(self) -> dict[int, list[tuple[float, float]]]:
+        """By rank, the stretches of the step that hold a forward which no backward pass followed."""
+        return unused_forwards(self._connection, self.step)
 
     def passages(self, origin: Difference, differences: Sequence[Difference]) -> list[Passage]:
         """The rows around an origin, equal ones too."""

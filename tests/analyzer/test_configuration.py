@@ -11,7 +11,8 @@ import pytest
 from gradtrace_analyzer.compare import compare
 from gradtrace_analyzer.configuration import apart_in_configuration, changes_numbers
 from gradtrace_analyzer.errors import GradtraceError
-from gradtrace_analyzer.reports.diff import as_object, lines
+from gradtrace_analyzer.reports.diff import lines
+from gradtrace_analyzer.reports.diff_object import as_object
 from gradtrace_analyzer.run import open_run
 from gradtrace_schemas import layout
 from support.synthetic import build_run, summary_columns

@@ -11,7 +11,7 @@ import pytest
 import gradtrace_analyzer.opening as opening
 import gradtrace_analyzer.pairing as pairing
 from gradtrace_analyzer.compare import compare
-from gradtrace_analyzer.reports.diff import as_object
+from gradtrace_analyzer.reports.diff_object import as_object
 from gradtrace_analyzer.reports.tables import json_text
 from gradtrace_analyzer.run import open_run
 from gradtrace_schemas import TABLES

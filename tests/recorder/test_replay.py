@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gradtrace_analyzer.check import check
 from gradtrace_analyzer.compare import compare
 from gradtrace_analyzer.reports.check import as_object as check_object
-from gradtrace_analyzer.reports.diff import as_object as diff_object
+from gradtrace_analyzer.reports.diff_object import as_object as diff_object
 from gradtrace_analyzer.run import open_run
 from support.recorded import recording, rows
 from support.watched import equal_bits

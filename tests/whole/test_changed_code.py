@@ -12,7 +12,8 @@ from torch import nn
 
 from gradtrace_analyzer.compare import compare
 from gradtrace_analyzer.renames import rename_of
-from gradtrace_analyzer.reports.diff import as_object, lines
+from gradtrace_analyzer.reports.diff import lines
+from gradtrace_analyzer.reports.diff_object import as_object
 from gradtrace_analyzer.run import open_run
 from support.recorded import recording
 

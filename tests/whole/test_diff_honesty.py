@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gradtrace_analyzer.compare import compare
-from gradtrace_analyzer.reports.diff import as_object
+from gradtrace_analyzer.reports.diff_object import as_object
 from gradtrace_analyzer.run import open_run
 from support.recorded import recording
 from support.synthetic import build_run, summary_columns

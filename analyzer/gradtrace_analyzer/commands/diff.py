@@ -18,7 +18,8 @@ from gradtrace_analyzer.compare import compare
 from gradtrace_analyzer.database import run_names
 from gradtrace_analyzer.gate import ANY, Gate, exit_status, failing, failure_words, gate_of
 from gradtrace_analyzer.renames import rename_of
-from gradtrace_analyzer.reports.diff import as_object, lines
+from gradtrace_analyzer.reports.diff import lines
+from gradtrace_analyzer.reports.diff_object import as_object
 from gradtrace_analyzer.reports.junit import junit_xml
 from gradtrace_analyzer.reports.slower import timing_lines, timing_object
 from gradtrace_analyzer.reports.tables import json_text

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from gradtrace_analyzer.cover import Cover
 from gradtrace_analyzer.diff import Answer, Origin
 from gradtrace_analyzer.differences import Change
-from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.noise import SCATTER
+from gradtrace_analyzer.reports.cover import caveats, compared, extent, lacking, stages_phrase
 from gradtrace_analyzer.reports.inheritance import (
     chain_lines,
-    chain_objects,
     inheritance_lines,
-    reached_object,
     reached_sentence,
     told_apart,
 )
@@ -35,9 +32,7 @@ from gradtrace_analyzer.reports.structure import (
     structure_lines,
 )
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.rescaled import Rescaled
-from gradtrace_analyzer.run import ranks_phrase, spans
-from gradtrace_analyzer.structure import as_object as lone_object
+from gradtrace_analyzer.run import ranks_phrase
 from gradtrace_analyzer.tolerance import STANDARD_ERROR
 
 
@@ -47,15 +42,15 @@ def explanation(answer: Answer) -> str:
     if answer.verdict == "incomparable":
         said = f"Cannot tell: {answer.reason}."
         if cover.ranks and cover.steps and not cover.is_whole:
-            said += f" What can be compared is identical ({_extent(cover)})."
+            said += f" What can be compared is identical ({extent(cover)})."
         return said
     if answer.verdict == "identical":
         how = "bit for bit" if cover.has_fingerprints else "in norms, sums and counts"
-        return f"Identical, {how}, in all that both recorded: {_extent(cover)}.{_lacking(cover)}"
+        return f"Identical, {how}, in all that both recorded: {extent(cover)}.{lacking(cover)}"
     if answer.verdict == "within_tolerance" and answer.sums is not None:
         return (
             f"The same within rounding: {answer.sums.words()} {_sentence(tolerance_words(answer))}."
-            f"{_lacking(cover)}"
+            f"{lacking(cover)}"
         )
     if answer.verdict == "within_tolerance" and not answer.origins:
         alone = list(structure_lines(answer.structure))
@@ -64,19 +59,19 @@ def explanation(answer: Answer) -> str:
         return (
             f"The same numbers{other}: all values that pair are identical"
             f"{', bit for bit' if cover.has_fingerprints else ''}"
-            f"{f', and {alone[0]}{more}' if alone else ''}.{_lacking(cover)}"
+            f"{f', and {alone[0]}{more}' if alone else ''}.{lacking(cover)}"
         )
     if answer.verdict == "within_tolerance":
         origin = answer.origins[0]
         if origin.code:
             return (
                 f"The same within rounding, by other code: {code_phrase(origin.code)}; no output, loss or "
-                f"gradient that pairs differs by more than the tolerance.{_lacking(cover)}"
+                f"gradient that pairs differs by more than the tolerance.{lacking(cover)}"
             )
         return (
             f"The same within rounding: the first bits differ in step {origin.step}, "
             f"{ranks_phrase(origin.ranks)}, at {place_of(origin)}, and no output, loss or "
-            f"gradient differs by more than the tolerance: {tolerance_words(answer)}.{_lacking(cover)}"
+            f"gradient differs by more than the tolerance: {tolerance_words(answer)}.{lacking(cover)}"
         )
     if not answer.origins:
         return f"All values that pair are identical, but the models differ: {code_phrase(answer.structure)}."
@@ -169,61 +164,8 @@ def lines(answer: Answer, names: tuple[str, str], top: int | None = None) -> Ite
         yield ""
         yield from chain_lines(answer)
     yield ""
-    yield f"Compared: {_compared(answer.cover)}"
-    yield from _caveats(answer.cover, are_summed=answer.sums is not None)
-
-
-def as_object(answer: Answer) -> dict[str, Any]:
-    """The answer for a program. Keys that do not apply are null."""
-    first = answer.origins[0] if answer.origins and answer.verdict == "different" else None
-    return {
-        "verdict": answer.verdict,
-        "configuration": list(answer.configuration),
-        "first_divergence": None if first is None else _origin_object(first),
-        "origins": [_origin_object(o) for o in answer.origins],
-        "inherited": [_origin_object(o) for o in answer.inherited],
-        "spread": list(answer.spread),
-        "structure": [lone_object(entry) for entry in answer.structure],
-        "renames": [str(rename) for rename in answer.renames],
-        "likely_renames": [str(rename) for rename in answer.likely_renames],
-        "failures": [_failure_object(f) for f in answer.failures],
-        "first_nonfinite": (
-            None if answer.first_nonfinite is None else _origin_object(answer.first_nonfinite)
-        ),
-        "repeated": [asdict(r) for r in answer.repeated],
-        "equal": {what: list(names) for what, names in answer.equal.items()},
-        "chain": chain_objects(answer) or None,
-        "cover": _cover_object(answer.cover),
-        "factor": None if first is None else first.factor,
-        "factor_causes": list(answer.causes),
-        "tolerance": {
-            "unit": None if answer.rule is None else answer.rule.unit,
-            "arithmetic": None if answer.rule is None else answer.rule.arithmetic,
-            "summands": None if answer.rule is None else answer.rule.summands,
-            "layers": None if answer.rule is None else answer.rule.layers,
-            "measured_from": None if answer.noise is None else list(answer.noise.names),
-            "noise": None if answer.noise is None else answer.noise.median,
-        },
-        "set_aside": [asdict(a) for a in answer.aside],
-        "loss_scales": [asdict(s) for s in answer.scaled],
-        "divided": None
-        if answer.sums is None
-        else {
-            "baseline": asdict(answer.sums.divisions[0]),
-            "candidate": asdict(answer.sums.divisions[1]),
-            "compared": dict(answer.sums.compared),
-            "largest_error": answer.sums.largest,
-            "factor": answer.sums.factor,
-        },
-        "explanation": " ".join(
-            (
-                explanation(answer),
-                *answer.notes,
-                *compiled_lines(answer.structure),
-                *naming_lines(answer),
-            )
-        ),
-    }
+    yield f"Compared: {compared(answer.cover)}"
+    yield from caveats(answer.cover, are_summed=answer.sums is not None)
 
 
 def _inheritance(answer: Answer) -> str:
@@ -239,7 +181,9 @@ def _inheritance(answer: Answer) -> str:
         if not stages:
             return then
         verb = "differs" if len(stages) == 1 else "differ"
-        return f"{then} {_stages(stages).capitalize()} {verb} from what was received there on."
+        return (
+            f"{then} {stages_phrase(stages).capitalize()} {verb} from what was received there on."
+        )
     others = set(answer.cover.ranks) - set(first.ranks)
     return then + reached_sentence(replace(first, reached=left), others)
 
@@ -341,179 +285,3 @@ def _other(origin: Origin) -> str:
         f"{ranks_phrase(origin.ranks)}: {place_of(origin)} {size_of(origin)}"
         f"{'.' + reached if reached else ''}"
     )
-
-
-def _extent(cover: Cover) -> str:
-    """`ranks 0-1, steps 0-5`; rank by rank where their steps differ."""
-    by_steps: dict[tuple[int, ...], list[int]] = {}
-    for rank in cover.ranks:
-        by_steps.setdefault(cover.steps.get(rank, ()), []).append(rank)
-    who = _stages if cover.by_stage else ranks_phrase
-    return "; ".join(f"{who(ranks)}, {_steps(steps)}" for steps, ranks in by_steps.items() if steps)
-
-
-def _stages(stages: Collection[int]) -> str:
-    return f"stage {spans(stages)}" if len(stages) == 1 else f"stages {spans(stages)}"
-
-
-def _steps(steps: Sequence[int]) -> str:
-    text = spans(steps)
-    return f"step {text}" if text.isdigit() else f"steps {text}"
-
-
-def _compared(cover: Cover) -> str:
-    rows = ", ".join(f"{count:,} {table}" for table, count in cover.rows.items() if count)
-    return f"{_extent(cover)}; {rows}" if cover.steps and rows else "nothing"
-
-
-def _lacking(cover: Cover) -> str:
-    said = list(_lacking_steps(cover))
-    if not cover.chosen.is_all:
-        said.append(f"anything but what was asked for ({cover.chosen.said})")
-    return f" Not compared: {'; '.join(said)}." if said else ""
-
-
-def _lacking_steps(cover: Cover) -> Iterator[str]:
-    for side, by_rank in cover.missing_steps.items():
-        by_steps: dict[tuple[int, ...], list[int]] = {}
-        for rank, steps in by_rank.items():
-            by_steps.setdefault(steps, []).append(rank)
-        who = _stages if cover.by_stage else ranks_phrase
-        for steps, ranks in by_steps.items():
-            yield f"the {side} lacks {_steps(steps)} of {who(ranks)}"
-
-
-def _caveats(cover: Cover, *, are_summed: bool = False) -> Iterator[str]:
-    if not cover.chosen.is_all:
-        yield f"Compared only, as asked: {cover.chosen.said}."
-    for lacking in _lacking_steps(cover):
-        yield f"Not compared: {lacking}."
-    for side, steps in cover.flights.items():
-        yield f"The {side} is a flight recording: it holds {_steps(steps)} only."
-    for side in ("baseline", "candidate"):
-        missing = cover.missing_ranks[side]
-        if missing and not are_summed:
-            yield f"Not compared: the {side} lacks {ranks_phrase(missing)}."
-        for table, rank in cover.unread[side]:
-            yield f"Not compared: the {side} has lost rows of {table} of rank {rank}."
-        if cover.incomplete_ranks[side]:
-            ranks = ranks_phrase(cover.incomplete_ranks[side])
-            yield (
-                f"The {side}'s {ranks} did not end the recording (killed, or still running): "
-                "what its last step lacks is no difference."
-            )
-        for what, counts in (
-            ("rows dropped", cover.dropped[side]),
-            ("tensors without a summary", cover.unsummarised[side]),
-        ):
-            if counts:
-                by_reason = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
-                yield f"The {side} has {what}: {by_reason}."
-        for problem in cover.problems[side]:
-            yield f"The {side}'s recorder gave up in part: {problem}."
-        if cover.filters[side]:
-            chosen = "; ".join(
-                f"{k} {', '.join(map(str, v))}" for k, v in cover.filters[side].items()
-            )
-            yield f"The {side} recorded only {chosen}."
-
-
-def _origin_object(origin: Origin) -> dict[str, Any]:
-    d, change = origin.difference, origin.change
-    sides: dict[str, Any] = {}
-    for side, index in (("baseline", 0), ("candidate", 1)):
-        statistics = None if change is None else getattr(change, side)
-        sides[side] = {
-            **({k: v for k, v in statistics.items() if k != "sketch"} if statistics else {}),
-            **{name: pair[index] for name, pair in d.values.items()},
-        } or None
-    factor = origin.factor
-    error = None if change is None else change.error
-    return {
-        "step": origin.step,
-        "rank": origin.ranks[0],
-        "ranks": list(origin.ranks),
-        "link": origin.link,
-        "root": d.key.get("root"),
-        "module_fqn": origin.module_fqn,
-        "node_name": origin.node_name,
-        "parameter_fqn": origin.parameter_fqn,
-        "bucket_index": d.bucket_index,
-        "stage_index": None if origin.place is None else origin.place.stage_index,
-        "microbatch": d.key.get(
-            "microbatch", None if origin.place is None else origin.place.microbatch
-        ),
-        "backward_index": d.key.get("backward_index"),
-        "call_index": d.key.get("call_index"),
-        "name": d.key.get("name"),
-        "event_index": d.event_index,
-        "phase": d.key.get("phase", None if origin.place is None else origin.place.phase),
-        "only_in": d.only_in,
-        "positions": list(origin.positions) or None,
-        "rescaled": None if origin.rescaled is None else _rescaled_object(origin.rescaled),
-        "replays": [asdict(r) for r in origin.replays] or None,
-        "root_name": origin.root_name,
-        "rewritten": origin.rewritten,
-        "shares_input": origin.shares_input,
-        "repeat_count": origin.repeat_count,
-        "reached": [reached_object(r) for r in origin.reached],
-        "inherits": {
-            link: {"alone": alone, "shared": shared}
-            for link, (alone, shared) in origin.heirs.items()
-        },
-        "relative_error": abs(factor - 1) if factor is not None else error,
-        "tolerance": None if change is None else change.tolerance,
-        "factor": factor,
-        **sides,
-    }
-
-
-def _rescaled_object(found: Rescaled) -> dict[str, Any]:
-    return {
-        "parameter_fqn": found.parameter_fqn,
-        "after_backward_index": found.after,
-        "backward_index": found.backward_index,
-        "microbatch": found.difference.key.get("microbatch"),
-        "side": found.side,
-        "times": found.times,
-        "others": found.others,
-    }
-
-
-def _failure_object(failure: Failure) -> dict[str, Any]:
-    names = ("event_index", "node_name", "root", "module_fqn", "parameter_fqn", "exception_type")
-    return {
-        "side": failure.side,
-        "step": failure.step,
-        "rank": failure.rank,
-        "microbatch": failure.row["microbatch"],
-        "backward_index": failure.backward_index,
-        **{name: failure.row[name] for name in names},
-        "exception_text": failure.row["exception_text"],
-        "delivered": list(failure.delivered),
-        "never_reached": list(failure.never_reached),
-        "unused": list(failure.unused),
-    }
-
-
-def _cover_object(cover: Cover) -> dict[str, Any]:
-    return {
-        "ranks": sorted({cover.stages.get(rank, rank) for rank in cover.ranks}),
-        "stages": list(cover.ranks) if cover.by_stage else None,
-        "steps": sorted({step for own in cover.steps.values() for step in own}),
-        "steps_by_rank": {str(r): list(own) for r, own in cover.steps.items()},
-        "rows": dict(cover.rows),
-        "missing_ranks": {s: list(r) for s, r in cover.missing_ranks.items()},
-        "missing_steps": {
-            s: {str(r): list(own) for r, own in by_rank.items()}
-            for s, by_rank in cover.missing_steps.items()
-        },
-        "problems": {s: list(p) for s, p in cover.problems.items()},
-        "incomplete_ranks": {s: list(r) for s, r in cover.incomplete_ranks.items()},
-        "dropped": {s: dict(r) for s, r in cover.dropped.items()},
-        "unsummarised": {s: dict(r) for s, r in cover.unsummarised.items()},
-        "unread": {s: [{"table": t, "rank": r} for t, r in p] for s, p in cover.unread.items()},
-        "asked_for": cover.chosen.said or None,
-        "flights": {s: list(steps) for s, steps in cover.flights.items()},
-        "filters": {s: dict(r) for s, r in cover.filters.items()},
-    }

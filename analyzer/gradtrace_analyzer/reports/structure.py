@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gradtrace_analyzer.diff import Answer, Origin
+from gradtrace_analyzer.pairing import SIDES
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.run import ranks_phrase, spans
-from gradtrace_analyzer.structure import SIDES, Lone
+from gradtrace_analyzer.structure import Lone
 
 _MOST_LINES = 12
 _MOST_CHARACTERS = 60

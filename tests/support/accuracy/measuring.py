@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace_analyzer.compare import compare
-from gradtrace_analyzer.reports.diff import as_object
+from gradtrace_analyzer.reports.diff_object import as_object
 from gradtrace_analyzer.run import open_run
 from support.accuracy.families import FAMILIES
 from support.accuracy.faults import KINDS
