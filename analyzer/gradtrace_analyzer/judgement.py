@@ -12,6 +12,7 @@ from functools import cached_property
 
 import duckdb
 
+from gradtrace_analyzer.gains import MANY, SEEN_GAIN, find_steady, write_usual
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.noise import Noise, Repeats
 from gradtrace_analyzer.rewritten import Aside, Scaled, set_aside, unscale
@@ -84,7 +85,7 @@ class Judgement:
             for role, _ in table.sides:
                 self._connection.execute(f"ALTER TABLE {name} ADD COLUMN {role}_tolerance DOUBLE")
             self._connection.execute(
-                f"ALTER TABLE {name} ADD COLUMN noise VARCHAR;"
+                f"ALTER TABLE {name} ADD COLUMN noise VARCHAR; ALTER TABLE {name} ADD COLUMN told_by VARCHAR;"
                 f"ALTER TABLE {name} ADD COLUMN given BOOLEAN; UPDATE {name} SET given = exceeds;"
                 f"ALTER TABLE {name} ADD COLUMN beyond BOOLEAN DEFAULT false"
             )
@@ -95,6 +96,7 @@ class Judgement:
         self._arriving()
         self._kinks()
         self._replays()
+        write_usual(self._connection)
         for table in LINK_TABLES:
             self._judge(table)
         self._judge_losses()
@@ -102,6 +104,7 @@ class Judgement:
         judge_given(self._connection, self.rule, self._scale)
         if self._repeats is not None:
             self.noise = self._repeats.measure(self._connection, self._scale)
+        find_steady(self._connection)
 
     def set_aside(self, *, known: bool) -> None:
         """Take out rows of one side alone that change nothing: of `known` kinds, or any."""
@@ -306,6 +309,8 @@ class Judgement:
             if is_forward
             else f"({_GROWTH} * coalesce(g.forward, 0) + coalesce(f.extra, 0) ** 2 + coalesce(u.extra, 0))"
         )
+        if table.table == "node_events":
+            lengthening = f"least({lengthening}, coalesce({SEEN_GAIN} * q.gain, 1e9))"
         norm_tolerance = f"(r.norm + {self._scale} * {lengthening}) * {amplified}"
         joins = (
             f"FROM {name} d LEFT JOIN rounding r ON r.rank = d.rank AND r.step = d.step AND r.start <= d.place "
@@ -313,6 +318,7 @@ class Judgement:
             "LEFT JOIN cancelling k ON k.rank = d.rank AND k.step = d.step AND k.place <= d.place AND "
             "d.place < k.until "
             "LEFT JOIN seen_noise w ON w.rank = d.rank AND w.step = d.step "
+            "LEFT JOIN usual_gain q ON q.rank = d.rank AND q.step = d.step "
             "LEFT JOIN kinked f ON f.rank = d.rank AND f.step = d.step AND f.place <= d.place AND d.place < f.until "
             "LEFT JOIN unsteady u ON u.rank = d.rank AND u.step = d.step AND u.place <= d.place AND d.place < u.until"
         )
@@ -332,6 +338,7 @@ class Judgement:
                 )
                 cancelled[role] = f"least(1, coalesce({own} / nullif({floor}, 0), 1))"
         beyond, exceeds, sets = [], [], []
+        lengthened = "false"
         for role, _ in table.sides:
             error, share = f"(d.{role}_error * {cancelled[role]})", f"({tolerance})"
             lanes = f"len(d.{role}_c_sketch)"
@@ -347,20 +354,28 @@ class Judgement:
                 "abs((d.writes_c_norm / nullif(d.writes_b_norm, 0)) / nullif(d.reads_c_norm / "
                 "nullif(d.reads_b_norm, 0), 0) - 1)"
             )
-            many = "d.writes_b_numel >= 64 AND d.writes_b_numel = d.writes_c_numel"
+            many = f"d.writes_b_numel >= {MANY} AND d.writes_b_numel = d.writes_c_numel"
             seen = f"{gain} * {cancelled['writes']} > {norm_tolerance}"
             lengthened = f"coalesce(d.writes_differs AND {many} AND {seen}, false)"
             beyond.append(lengthened)
             exceeds.append(lengthened)
         self._connection.execute(
             f"CREATE OR REPLACE TEMP TABLE judged AS SELECT d.rowid AS id, {', '.join(sets)}, "
-            f"({' OR '.join(beyond)}) AS is_beyond, ({' OR '.join(exceeds)}) AS is_decisive {joins}"
+            f"({' OR '.join(beyond)}) AS is_beyond, ({' OR '.join(exceeds)}) AS is_decisive, "
+            f"{lengthened} AND NOT ({' OR '.join(exceeds[: len(table.sides)])}) AS is_longer, {norm_tolerance} AS "
+            f"length_tolerance {joins}"
         )
         columns = ", ".join(f"{role}_tolerance = j.{role}_tolerance" for role, _ in table.sides)
         self._connection.execute(
             f"UPDATE {name} d SET {columns}, beyond = d.exceeds OR j.is_beyond, "
             "exceeds = d.exceeds OR j.is_decisive FROM judged j WHERE j.id = d.rowid"
         )
+        # Where its length alone tells, it is held against what lengths may do.
+        if len(table.sides) == 2:
+            self._connection.execute(
+                f"UPDATE {name} d SET told_by = 'length', writes_tolerance = j.length_tolerance FROM judged j "
+                "WHERE j.id = d.rowid AND j.is_longer"
+            )
 
     def _shapes(self) -> None:
         self._connection.execute(

@@ -170,7 +170,7 @@ def _apply(connection: duckdb.DuckDBPyConnection, table: LinkTable, scale: float
         keep = "" if first else "d.beyond OR "
         keep_exceeds = "" if first else "d.exceeds OR "
         connection.execute(
-            f"UPDATE differing_{name} d SET {yield_columns} noise = 'measured', "
+            f"UPDATE differing_{name} d SET {yield_columns} noise = 'measured', told_by = NULL, "
             f"beyond = d.given OR {keep}coalesce(m.differs AND (m.error > m.allowed OR m.error IS NULL), false), "
             f"exceeds = d.given OR {keep_exceeds}coalesce(m.differs AND (m.error > m.allowed * "
             f"{_decisive(name, role)} OR m.error IS NULL), false) FROM measured m WHERE m.id = d.rowid"

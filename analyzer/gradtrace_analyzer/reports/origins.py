@@ -240,6 +240,10 @@ def _rounding(origin: Origin) -> str:
     change = origin.change
     if change is None or change.error is None or not change.tolerance:
         return ""
+    if change.told_by == "steady":
+        return "; it is that much longer time after time, and rounding is never the same twice"
+    if change.told_by == "length":
+        return f"; rounding would explain that it is longer or shorter by {change.tolerance:.1e}"
     if change.noise is not None:
         return f"; noise here is {change.tolerance / SCATTER:.0e}, which would explain {change.tolerance:.1e}"
     return f"; rounding would explain {change.tolerance:.1e}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gradtrace_analyzer.diff import Origin
+from gradtrace_analyzer.differences import Change
 
 
 def bucket_phrase(origin: Origin) -> str:
@@ -23,10 +24,23 @@ def size_phrase(origin: Origin) -> str:
             return f"has {b:,} {what} elements of {change.candidate['numel']:,} where the baseline has {a:,}"
     if change.candidate["norm"] == 0 and change.baseline["norm"]:
         return "is all zero"
-    for name, what in (("numel", "elements"), ("dtype", "as its dtype")):
-        a, b = change.baseline[name], change.candidate[name]
-        if a != b and None not in (a, b):
-            return f"has {b} {what} instead of {a}"
+    a, b = change.baseline["numel"], change.candidate["numel"]
+    if a != b and None not in (a, b):
+        return f"has {b} elements instead of {a}"
+    return _in_another_dtype(change) + _distance(change, origin)
+
+
+def _in_another_dtype(change: Change) -> str:
+    a, b = (
+        change.baseline and change.baseline["dtype"],
+        change.candidate and change.candidate["dtype"],
+    )
+    return f"is in {b} where the baseline's is in {a}, and " if a != b and a and b else ""
+
+
+def _distance(change: Change, origin: Origin) -> str:
+    """How far both sides lie apart, and in which way."""
+    assert change.baseline is not None and change.candidate is not None
     factor = change.factor
     if factor is not None and abs(factor + 1) < 1e-3:
         return "has its sign flipped"
@@ -38,8 +52,19 @@ def size_phrase(origin: Origin) -> str:
     if change.error == 0:
         return "differs in bits that its norm, sum and sketch do not show"
     ratio: float = change.candidate["norm"] / (change.baseline["norm"] or 1.0)
+    if change.told_by is not None:
+        before = _lengths(origin.difference.reads)
+        return f"differs by {change.error:.1e} (of what came in it is {ratio / before:.4g} times as much)"
     larger = f" (its norm is {ratio:.3g} times the baseline's)" if ratio > 3 else ""
     return f"differs by {change.error:.1e}{larger}"
+
+
+def _lengths(change: Change | None) -> float:
+    """How many times the baseline's the candidate's norm is; 1 where that cannot be said."""
+    norms = (
+        [(side or {}).get("norm") for side in (change.candidate, change.baseline)] if change else []
+    )
+    return norms[0] / norms[1] if len(norms) == 2 and all(norms) else 1.0
 
 
 def _size_of_one(origin: Origin) -> str:

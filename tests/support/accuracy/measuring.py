@@ -15,12 +15,16 @@ from gradtrace_analyzer.reports.diff_object import as_object
 from gradtrace_analyzer.run import open_run
 from support.accuracy.families import FAMILIES
 from support.accuracy.faults import KINDS
-from support.accuracy.training import BASELINES, CHANGES, train
+from support.accuracy.training import BASELINES, CHANGES, DTYPES, train
 
 STEPS = 3
 
+# What noise hides in one step shows when it comes back: such faults are given more steps to do so.
+MORE_STEPS = 7
+
 # What nothing that is recorded tells: the person who made the change has to.
 DECLARED = {"fp8 (simulated)": "fp8"}
+COARSE = (*DECLARED, *DTYPES)
 
 # oneDNN has no LSTM in float16 on a CPU; batch normalisation over microbatches is other training.
 IMPOSSIBLE = {("recurrent", "fp16 with a scaler"), ("cnn", "accumulation")}
@@ -39,6 +43,12 @@ class Case:
     def step(self) -> int:
         """From which on it is faulty."""
         return zlib.crc32(f"{self.family} {self.place}".encode()) % STEPS
+
+    @property
+    def steps(self) -> int:
+        """How many there are."""
+        is_factor = self.kind is not None and self.kind.startswith("times")
+        return MORE_STEPS if is_factor and self.change in COARSE else STEPS
 
     @property
     def is_unseen(self) -> bool:
@@ -93,7 +103,7 @@ class Laboratory:
     def __init__(self, directory: Path, seed: int = 0) -> None:
         self._directory = directory
         self.seed = seed
-        self._baselines: dict[tuple[str, str, str], Path] = {}
+        self._baselines: dict[tuple[str, str, str, int], Path] = {}
         self._count = 0
 
     def outcome(self, case: Case, scale: float = 1.0) -> Outcome:
@@ -101,7 +111,7 @@ class Laboratory:
 
     def baseline(self, case: Case) -> Path:
         change = BASELINES.get(case.change, "none")
-        key = (case.family, case.place, change)
+        key = (case.family, case.place, change, case.steps)
         if key not in self._baselines:
             self._baselines[key] = self._train(case, change, None)
         return self._baselines[key]
@@ -135,7 +145,7 @@ class Laboratory:
                 fqn=case.place,
                 kind=kind,
                 fault_step=case.step,
-                steps=STEPS,
+                steps=case.steps,
                 seed=self.seed,
             )
 
