@@ -61,10 +61,9 @@ def _distance(change: Change, origin: Origin) -> str:
 
 def _lengths(change: Change | None) -> float:
     """How many times the baseline's the candidate's norm is; 1 where that cannot be said."""
-    norms = (
-        [(side or {}).get("norm") for side in (change.candidate, change.baseline)] if change else []
-    )
-    return norms[0] / norms[1] if len(norms) == 2 and all(norms) else 1.0
+    sides = (change.candidate, change.baseline) if change is not None else (None, None)
+    after, before = ((side or {}).get("norm") or 0.0 for side in sides)
+    return float(after / before) if after and before else 1.0
 
 
 def _size_of_one(origin: Origin) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -63,7 +64,8 @@ def run_divided(
         for c, folder in zip(trained, folders, strict=True)
     ]
     script = TESTS / "support" / "jobs" / "divided.py"
-    env = {"PYTHONPATH": str(TESTS)}
+    # What this process would import, the job does too.
+    env = {"PYTHONPATH": os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))}
     run_job(script, *arguments, ranks=2, env=env, timeout=timeout).must_succeed()
     baselines = dict(zip(under_ddp, folders[len(cases) :], strict=True))
     for case, folder in zip(cases, folders, strict=False):
