@@ -41,7 +41,7 @@ from gradtrace_analyzer.notes import (
 )
 from gradtrace_analyzer.opening import Reading
 from gradtrace_analyzer.progress import progress
-from gradtrace_analyzer.renames import Rename
+from gradtrace_analyzer.renames import Rename, new_names
 from gradtrace_analyzer.repartitioned import Repartitioned, Sums
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
@@ -128,6 +128,10 @@ def _compared(
             side: {s: step for rank, step in ends.items() for s in stages.of_rank(side, rank)}
             for side, ends in torn.items()
         }
+    judgement.pair_repeats(
+        is_arranged=stages is not None,
+        new_names=new_names(connection) if naming.renames else {},
+    )
     alignment = Alignment(
         connection,
         Reading(runs, counts, are_arranged=stages is not None, are_renamed=bool(naming.renames)),

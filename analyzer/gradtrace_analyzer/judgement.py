@@ -18,7 +18,7 @@ from gradtrace_analyzer.noise import Noise, Repeats
 from gradtrace_analyzer.rewritten import Aside, Scaled, set_aside, unscale
 from gradtrace_analyzer.run import Run
 from gradtrace_analyzer.tolerance import DECISIVE, PRECISIONS, Least, Rule, roundoff, roundoff_sql
-from gradtrace_analyzer.updates import judge_given, judge_updates
+from gradtrace_analyzer.updates import is_plain, judge_given, judge_updates
 from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
 
 # By how much a relative change of the weights, or of the forward, may show in one link more than in another.
@@ -123,7 +123,14 @@ class Judgement:
                 f"SELECT DISTINCT output_dtype FROM {side}.module_calls WHERE step = (SELECT min(step) FROM common)"
             ).fetchall()
         ]
-        return Least(self._scale, summands, layers, min(filter(None, units), default=2.0**-53))
+        finest = min(filter(None, units), default=2.0**-53)
+        return Least(self._scale, summands, layers, finest, is_plain(self._connection))
+
+    def pair_repeats(self, *, is_arranged: bool, new_names: Mapping[str, str]) -> None:
+        """Have repeats paired as the comparison pairs: by stage, or under the candidate's names."""
+        if self._repeats is not None:
+            self._repeats.is_arranged = is_arranged
+            self._repeats.new_names = new_names
 
     def close(self) -> None:
         """Close what was opened of repeats."""
