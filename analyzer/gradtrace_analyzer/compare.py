@@ -24,7 +24,7 @@ from gradtrace_analyzer.cover import (
 from gradtrace_analyzer.database import connect_pair
 from gradtrace_analyzer.diff import Answer, Origin, Verdict
 from gradtrace_analyzer.differences import Change
-from gradtrace_analyzer.division import divisions
+from gradtrace_analyzer.division import divisions, held_nowhere_else
 from gradtrace_analyzer.factors import likely_causes
 from gradtrace_analyzer.firsts import by_rank
 from gradtrace_analyzer.firsts import firsts as firsts_of
@@ -150,7 +150,8 @@ def _compared(
     configuration = apart_in_configuration(runs)
     failures = alignment.failures()
     structure = alignment.structure
-    lone = [entry for entry in structure.lone if wants_lone(chosen, entry)]
+    wanted = [entry for entry in structure.lone if wants_lone(chosen, entry)]
+    lone = held_nowhere_else(connection, runs, wanted)
     is_other_model = any(entry.has_parameters for entry in lone)
 
     def answer(

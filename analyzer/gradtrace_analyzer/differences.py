@@ -24,7 +24,8 @@ class Change:
     noise: str | None = (
         None  # the run that the tolerance was measured from; None where it is a rule's
     )
-    # What tells where not its direction: its `length`, or the same length time after time (`steady`).
+    # What tells where not its direction: its `length`, or the same length time after time (`steady`). Where the work
+    # is divided otherwise nothing but `sums` over the parts was compared before it.
     told_by: str | None = None
 
     def is_apart(self, *, exceeding: bool) -> bool:

@@ -52,7 +52,7 @@ def _distance(change: Change, origin: Origin) -> str:
     if change.error == 0:
         return "differs in bits that its norm, sum and sketch do not show"
     ratio: float = change.candidate["norm"] / (change.baseline["norm"] or 1.0)
-    if change.told_by is not None:
+    if change.told_by in ("length", "steady"):
         before = _lengths(origin.difference.reads)
         return f"differs by {change.error:.1e} (of what came in it is {ratio / before:.4g} times as much)"
     larger = f" (its norm is {ratio:.3g} times the baseline's)" if ratio > 3 else ""
