@@ -24,7 +24,7 @@ from gradtrace_analyzer.cover import (
 from gradtrace_analyzer.database import connect_pair
 from gradtrace_analyzer.diff import Answer, Origin, Verdict
 from gradtrace_analyzer.differences import Change
-from gradtrace_analyzer.division import divisions
+from gradtrace_analyzer.division import divisions, held_nowhere_else
 from gradtrace_analyzer.factors import likely_causes
 from gradtrace_analyzer.firsts import by_rank
 from gradtrace_analyzer.firsts import firsts as firsts_of
@@ -41,7 +41,7 @@ from gradtrace_analyzer.notes import (
 )
 from gradtrace_analyzer.opening import Reading
 from gradtrace_analyzer.progress import progress
-from gradtrace_analyzer.renames import Rename
+from gradtrace_analyzer.renames import Rename, new_names
 from gradtrace_analyzer.repartitioned import Repartitioned, Sums
 from gradtrace_analyzer.repeated import repeated
 from gradtrace_analyzer.replayed import replayed
@@ -128,6 +128,10 @@ def _compared(
             side: {s: step for rank, step in ends.items() for s in stages.of_rank(side, rank)}
             for side, ends in torn.items()
         }
+    judgement.pair_repeats(
+        is_arranged=stages is not None,
+        new_names=new_names(connection) if naming.renames else {},
+    )
     alignment = Alignment(
         connection,
         Reading(runs, counts, are_arranged=stages is not None, are_renamed=bool(naming.renames)),
@@ -146,7 +150,8 @@ def _compared(
     configuration = apart_in_configuration(runs)
     failures = alignment.failures()
     structure = alignment.structure
-    lone = [entry for entry in structure.lone if wants_lone(chosen, entry)]
+    wanted = [entry for entry in structure.lone if wants_lone(chosen, entry)]
+    lone = held_nowhere_else(connection, runs, wanted)
     is_other_model = any(entry.has_parameters for entry in lone)
 
     def answer(

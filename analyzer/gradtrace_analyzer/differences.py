@@ -24,6 +24,9 @@ class Change:
     noise: str | None = (
         None  # the run that the tolerance was measured from; None where it is a rule's
     )
+    # What tells where not its direction: its `length`, or the same length time after time (`steady`). Where the work
+    # is divided otherwise nothing but `sums` over the parts was compared before it.
+    told_by: str | None = None
 
     def is_apart(self, *, exceeding: bool) -> bool:
         """Whether it differs; with `exceeding`, by more than rounding."""
@@ -96,6 +99,7 @@ def difference(table: LinkTable, row: Mapping[str, Any]) -> Difference:
             error=row[f"{role}_error"],
             tolerance=row[f"{role}_tolerance"],
             noise=row["noise"],
+            told_by=row["told_by"] if role == "writes" else None,
             baseline=baseline,
             candidate=candidate,
         )
@@ -138,4 +142,5 @@ def changed_gradient(values: Sequence[Any], is_equal: bool, d: Difference) -> Ch
         baseline=baseline,
         candidate=candidate,
         noise=whole.noise if whole is not None else None,
+        told_by=whole.told_by if whole is not None else None,
     )

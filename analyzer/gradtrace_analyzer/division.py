@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import duckdb
 
 from gradtrace_analyzer.run import Run
+from gradtrace_analyzer.structure import Lone
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,35 @@ def divisions(
     if not is_same and not _has_stages(connection):
         return None
     return a, b
+
+
+def held_nowhere_else(
+    connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Run], lone: Sequence[Lone]
+) -> list[Lone]:
+    """Of what one side alone has on the ranks of both, all but the modules and parameters that the other side's
+    further ranks hold: a pipeline's stages are the same model."""
+    if set(runs["baseline"].ranks) == set(runs["candidate"].ranks):
+        return list(lone)
+    other = {"baseline": "candidate", "candidate": "baseline"}
+    held = {
+        side: [
+            name
+            for (name,) in connection.execute(
+                f"SELECT DISTINCT parameter_fqn FROM {side}.parameters UNION "
+                f"SELECT DISTINCT module_fqn FROM {side}.module_calls"
+            ).fetchall()
+        ]
+        for side in other
+    }
+    return [
+        entry
+        for entry in lone
+        if not entry.is_of_the_model
+        or not any(
+            name == entry.name or name.startswith(f"{entry.name}.")
+            for name in held[other[entry.only_in]]
+        )
+    ]
 
 
 def _has_stages(connection: duckdb.DuckDBPyConnection) -> bool:

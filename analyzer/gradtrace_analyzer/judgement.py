@@ -12,12 +12,13 @@ from functools import cached_property
 
 import duckdb
 
+from gradtrace_analyzer.gains import GAIN, MANY, SEEN_GAINS, find_steady, write_usual
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.noise import Noise, Repeats
 from gradtrace_analyzer.rewritten import Aside, Scaled, set_aside, unscale
 from gradtrace_analyzer.run import Run
 from gradtrace_analyzer.tolerance import DECISIVE, PRECISIONS, Least, Rule, roundoff, roundoff_sql
-from gradtrace_analyzer.updates import judge_given, judge_updates
+from gradtrace_analyzer.updates import is_plain, judge_given, judge_updates
 from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
 
 # By how much a relative change of the weights, or of the forward, may show in one link more than in another.
@@ -26,21 +27,11 @@ _GROWTH = 4.0
 # How many times the noise that is seen in a step's forward its backward pass may show.
 _SEEN = 8.0
 
-# The same of how modules lengthen what goes through them: a median over modules of all sizes and kinds, of which the
-# largest was 13 times the median in sound runs.
-_SEEN_GAIN = 32.0
-
 # A gradient this much smaller than its step's largest may be what is left of a cancellation.
 _NOISE_FLOOR = 1e-3
 
 # How many times a normalisation's backward pass may amplify the relative error of what it receives.
 _MOST_AMPLIFIED = 1e4
-
-# By how much a module or Node lengthens what goes through it more on one side than on the other; and of how many
-# numbers norms must be for that to tell anything.
-_LENGTHENING = (f"(d.writes_{side}_norm / nullif(d.reads_{side}_norm, 0))" for side in "cb")
-_GAIN = "abs({} / nullif({}, 0) - 1)".format(*_LENGTHENING)
-_MANY = "d.writes_b_numel >= 64 AND d.writes_b_numel = d.writes_c_numel"
 
 # Nodes whose derivative jumps, and the share of normal numbers that a relative error of 1 would carry over the jump.
 _KINKED = "^(Relu|Threshold|LeakyRelu|Hard|Clamp|Max|Min|Abs|Prelu|Rrelu|Adaptive.*Max|Amax|Amin|Topk|Sort)"
@@ -94,7 +85,7 @@ class Judgement:
             for role, _ in table.sides:
                 self._connection.execute(f"ALTER TABLE {name} ADD COLUMN {role}_tolerance DOUBLE")
             self._connection.execute(
-                f"ALTER TABLE {name} ADD COLUMN noise VARCHAR;"
+                f"ALTER TABLE {name} ADD COLUMN noise VARCHAR; ALTER TABLE {name} ADD COLUMN told_by VARCHAR;"
                 f"ALTER TABLE {name} ADD COLUMN given BOOLEAN; UPDATE {name} SET given = exceeds;"
                 f"ALTER TABLE {name} ADD COLUMN beyond BOOLEAN DEFAULT false"
             )
@@ -105,6 +96,7 @@ class Judgement:
         self._arriving()
         self._kinks()
         self._replays()
+        write_usual(self._connection)
         for table in LINK_TABLES:
             self._judge(table)
         self._judge_losses()
@@ -112,6 +104,7 @@ class Judgement:
         judge_given(self._connection, self.rule, self._scale)
         if self._repeats is not None:
             self.noise = self._repeats.measure(self._connection, self._scale)
+        find_steady(self._connection)
 
     def set_aside(self, *, known: bool) -> None:
         """Take out rows of one side alone that change nothing: of `known` kinds, or any."""
@@ -130,7 +123,14 @@ class Judgement:
                 f"SELECT DISTINCT output_dtype FROM {side}.module_calls WHERE step = (SELECT min(step) FROM common)"
             ).fetchall()
         ]
-        return Least(self._scale, summands, layers, min(filter(None, units), default=2.0**-53))
+        finest = min(filter(None, units), default=2.0**-53)
+        return Least(self._scale, summands, layers, finest, is_plain(self._connection))
+
+    def pair_repeats(self, *, is_arranged: bool, new_names: Mapping[str, str]) -> None:
+        """Have repeats paired as the comparison pairs: by stage, or under the candidate's names."""
+        if self._repeats is not None:
+            self._repeats.is_arranged = is_arranged
+            self._repeats.new_names = new_names
 
     def close(self) -> None:
         """Close what was opened of repeats."""
@@ -220,14 +220,12 @@ class Judgement:
     def _growth(self) -> None:
         """`growth`: by how much the parameters of a rank's step differ before it, and how much its forward then does.
 
-        `seen_noise` has what the modules show: `change`, and `gain`, by how much they lengthen what goes through them.
         The parameters' is the largest of any module, whose parameters are taken together; the forward's is the larger
         of the root's output and the median of all modules.
         """
         self._connection.execute(
             "CREATE OR REPLACE TEMP TABLE seen_noise AS SELECT rank, step, greatest(median(writes_error), "
-            "max(writes_error) FILTER (key_module_fqn = '')) AS change, "
-            f"median({_GAIN}) FILTER ({_MANY}) AS gain FROM differing_module_calls d "
+            "max(writes_error) FILTER (key_module_fqn = '')) AS change FROM differing_module_calls "
             "WHERE only_in IS NULL AND writes_differs AND key_phase = 'forward' AND writes_error > 0 GROUP BY ALL"
         )
         self._connection.execute(
@@ -318,8 +316,8 @@ class Judgement:
             if is_forward
             else f"({_GROWTH} * coalesce(g.forward, 0) + coalesce(f.extra, 0) ** 2 + coalesce(u.extra, 0))"
         )
-        if is_forward:
-            lengthening = f"least({lengthening}, coalesce({_SEEN_GAIN} * w.gain, 1e9))"
+        if table.table in SEEN_GAINS:
+            lengthening = f"least({lengthening}, coalesce({SEEN_GAINS[table.table]} * q.gain, 1e9))"
         norm_tolerance = f"(r.norm + {self._scale} * {lengthening}) * {amplified}"
         joins = (
             f"FROM {name} d LEFT JOIN rounding r ON r.rank = d.rank AND r.step = d.step AND r.start <= d.place "
@@ -327,6 +325,7 @@ class Judgement:
             "LEFT JOIN cancelling k ON k.rank = d.rank AND k.step = d.step AND k.place <= d.place AND "
             "d.place < k.until "
             "LEFT JOIN seen_noise w ON w.rank = d.rank AND w.step = d.step "
+            f"LEFT JOIN usual_gain q ON q.rank = d.rank AND q.step = d.step AND q.of = '{table.table}' "
             "LEFT JOIN kinked f ON f.rank = d.rank AND f.step = d.step AND f.place <= d.place AND d.place < f.until "
             "LEFT JOIN unsteady u ON u.rank = d.rank AND u.step = d.step AND u.place <= d.place AND d.place < u.until"
         )
@@ -346,6 +345,7 @@ class Judgement:
                 )
                 cancelled[role] = f"least(1, coalesce({own} / nullif({floor}, 0), 1))"
         beyond, exceeds, sets = [], [], []
+        lengthened = "false"
         for role, _ in table.sides:
             error, share = f"(d.{role}_error * {cancelled[role]})", f"({tolerance})"
             lanes = f"len(d.{role}_c_sketch)"
@@ -357,19 +357,27 @@ class Judgement:
             beyond.append(f"(d.{role}_differs AND coalesce({error} > {share}, true))")
             exceeds.append(f"(d.{role}_differs AND coalesce({error} > {share} * {decisive}, true))")
         if len(table.sides) == 2:
-            seen = f"{_GAIN} * {cancelled['writes']} > {norm_tolerance}"
-            lengthened = f"coalesce(d.writes_differs AND {_MANY} AND {seen}, false)"
+            seen = f"{GAIN} * {cancelled['writes']} > {norm_tolerance}"
+            lengthened = f"coalesce(d.writes_differs AND {MANY} AND {seen}, false)"
             beyond.append(lengthened)
             exceeds.append(lengthened)
         self._connection.execute(
             f"CREATE OR REPLACE TEMP TABLE judged AS SELECT d.rowid AS id, {', '.join(sets)}, "
-            f"({' OR '.join(beyond)}) AS is_beyond, ({' OR '.join(exceeds)}) AS is_decisive {joins}"
+            f"({' OR '.join(beyond)}) AS is_beyond, ({' OR '.join(exceeds)}) AS is_decisive, "
+            f"{lengthened} AND NOT ({' OR '.join(exceeds[: len(table.sides)])}) AS is_longer, {norm_tolerance} AS "
+            f"length_tolerance {joins}"
         )
         columns = ", ".join(f"{role}_tolerance = j.{role}_tolerance" for role, _ in table.sides)
         self._connection.execute(
             f"UPDATE {name} d SET {columns}, beyond = d.exceeds OR j.is_beyond, "
             "exceeds = d.exceeds OR j.is_decisive FROM judged j WHERE j.id = d.rowid"
         )
+        # Where its length alone tells, it is held against what lengths may do.
+        if len(table.sides) == 2:
+            self._connection.execute(
+                f"UPDATE {name} d SET told_by = 'length', writes_tolerance = j.length_tolerance FROM judged j "
+                "WHERE j.id = d.rowid AND j.is_longer"
+            )
 
     def _shapes(self) -> None:
         self._connection.execute(

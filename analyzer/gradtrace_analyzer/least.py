@@ -7,7 +7,7 @@ that is may not, which is seen once it is open.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,20 @@ from gradtrace_analyzer.tolerance import DECISIVE, Least, roundoff
 Flags = npt.NDArray[np.bool_]
 
 # The floors of `Judgement` and `judge_updates`, where these allow the least.
-_NOISE_FLOOR, _ROUNDED, _UPDATED, _STATISTICS = 1e-3, 8.0, 1e-3, 64.0
+_NOISE_FLOOR, _ROUNDED, _STATISTICS = 1e-3, 8.0, 64.0
+
+
+@dataclass
+class Known:
+    """What the judgement of a rank's rows hangs on in other tables, by step.
+
+    `arriving` is the largest gradient that reached a Node of a module; `final` the relative errors of what the
+    optimizer saw, in the order of `parameters`, NaN where a gradient is equal or was not seen.
+    """
+
+    arriving: dict[int, float] = field(default_factory=dict)
+    parameters: dict[tuple[int, str], int] = field(default_factory=dict)
+    final: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,23 +57,24 @@ def beyond_least(
     starts: Array,
     least: Least,
     moved: frozenset[int],
-    arriving: dict[int, float],
+    known: Known,
 ) -> Flags:
-    """The rows that may exceed. `starts` is where steps begin; `arriving` takes and gives, by step, the largest
-    gradient that reaches a Node of a module."""
+    """The rows that may exceed. `starts` is where steps begin; what later tables hang on is noted in `known`."""
     if table.table == "parameters":
-        return _parameters(rows[0], judged[0], least, moved)
+        return _parameters(rows[0], judged[0], least, moved, known)
+    if table.table == "gradients":
+        _note_final(rows[0], judged[0], known)
     if table.table == "inputs":
         [one] = judged
         a, b = (_units(side) for side in one.sides)
         once = np.where(a != b, 1.01 * np.maximum(a, b), 0.0)
         return np.asarray(one.apart & ~(one.error <= once))
     if table.table == "node_events":
-        _note_arriving(rows[0], judged, starts, arriving)
+        _note_arriving(rows[0], judged, starts, known.arriving)
     is_forward = table.table == "module_calls"
     found = np.zeros(len(rows[0]), bool)
     for one in judged:
-        share = _share(table, rows[0], one, starts, arriving)
+        share = _share(table, rows[0], one, starts, known.arriving)
         allowed = _each(one, least.forward if is_forward else least.layer) * _decisive(one)
         found |= one.apart & ~(one.error * share <= allowed)
         if len(table.sides) == 2 and one is judged[-1] and one.sides[0].prefix == table.sides[1][1]:
@@ -114,6 +128,38 @@ def _note_arriving(
         arriving[step] = max(arriving.get(step, 0.0), most)
 
 
+def _note_final(rows: pa.Table, one: Judged, known: Known) -> None:
+    """The errors of the gradients that the optimizer saw."""
+    points, names = codes_of(rows, "point")
+    if "final" not in names:
+        return
+    chosen = np.flatnonzero((points == names.index("final")) & one.apart)
+    steps = numbers_of(rows, "step")[chosen]
+    places = _places_of(rows, known)[chosen]
+    for step in np.unique(steps).tolist():
+        errors = known.final.get(step, np.empty(0, np.float32))
+        missing = max(0, len(known.parameters) - len(errors))
+        errors = np.r_[errors, np.full(missing, np.nan, np.float32)]
+        of_step = steps == step
+        errors[places[of_step]] = one.error[chosen][of_step]
+        known.final[step] = errors
+
+
+def _places_of(rows: pa.Table, known: Known) -> npt.NDArray[np.int64]:
+    """The number of each row's parameter."""
+    fqns, names = codes_of(rows, "parameter_fqn")
+    pairs = numbers_of(rows, "root").astype(np.int64) * (len(names) + 1) + fqns
+    each, inverse = np.unique(pairs, return_inverse=True)
+    numbers = [
+        known.parameters.setdefault(
+            (int(pair) // (len(names) + 1), names[int(pair) % (len(names) + 1)]),
+            len(known.parameters),
+        )
+        for pair in each.tolist()
+    ]
+    return np.asarray(np.array(numbers, np.int64)[inverse])
+
+
 def _is_present(rows: pa.Table, name: str) -> Flags:
     """Where a text is not null."""
     places, names = codes_of(rows, name)
@@ -133,7 +179,22 @@ def _share(
         return np.where(floors > 0, np.minimum(1.0, one.larger / floors), 1.0)
 
 
-def _parameters(rows: pa.Table, one: Judged, least: Least, moved: frozenset[int]) -> Flags:
+def _share_of_update(rows: pa.Table, least: Least, known: Known) -> Array:
+    """What part of its update a parameter's new difference may be, from the error of its gradient."""
+    places = _places_of(rows, known)
+    errors = np.zeros(len(rows))
+    steps = numbers_of(rows, "step")
+    for step in np.unique(steps).tolist():
+        final = known.final.get(step)
+        if final is not None:
+            of_step = (steps == step) & (places < len(final))
+            errors[of_step] = np.nan_to_num(final[places[of_step]], nan=0.0)
+    return np.asarray(least.of_update(errors))
+
+
+def _parameters(
+    rows: pa.Table, one: Judged, least: Least, moved: frozenset[int], known: Known
+) -> Flags:
     """Before a step what changed since the one before, or a statistic that is far off; after it what is more than what
     differed before, rounding, and a share of the update."""
     steps = numbers_of(rows, "step")
@@ -156,6 +217,7 @@ def _parameters(rows: pa.Table, one: Judged, least: Least, moved: frozenset[int]
         lanes, _ = sketches_of(side.rows, f"{side.prefix}sketch")
         moved_by = np.linalg.norm(lanes.astype(np.float64) - lanes[before], axis=1)
         update = np.maximum(update, np.where(paired, moved_by, 0.0))
-    allowed = least.scale * (_ROUNDED * units * one.larger + _UPDATED * update)
+    share = _share_of_update(rows, least, known)
+    allowed = least.scale * (_ROUNDED * units * one.larger + share * update)
     after = is_after & ~(added <= allowed)
     return np.asarray(one.apart & (after | (~is_after & (has_moved | far))))

@@ -8,13 +8,14 @@ repeat, of a kind that does differ elsewhere in it, is allowed what the kind sho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import duckdb
 
+from gradtrace_analyzer.by_stage import arrange
 from gradtrace_analyzer.database import connect_pair
-from gradtrace_analyzer.footers import row_counts
+from gradtrace_analyzer.footers import row_counts, table_counts
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.opening import Opening, Reading
 from gradtrace_analyzer.rewritten import unscale
@@ -56,24 +57,53 @@ class Noise:
 
 
 class Repeats:
-    """Repeats of the baseline, each paired with it on a connection of its own."""
+    """Repeats of the baseline, each paired with it on a connection of its own, as the comparison pairs.
+
+    `is_arranged`, the comparison is one of stages, not of ranks; `new_names` are the candidate's names for those of
+    the baseline, which the comparison shows. Both may be set until noise is measured first.
+    """
 
     def __init__(self, baseline: Run, repeats: Sequence[Run]) -> None:
+        self.is_arranged = False
+        self.new_names: Mapping[str, str] = {}
+        self._baseline, self._repeats = baseline, repeats
         self._names = tuple(run.name for run in repeats)
-        self._pairs: list[tuple[duckdb.DuckDBPyConnection, Opening]] = []
-        for repeat in repeats:
-            runs = {"baseline": baseline, "candidate": repeat}
-            ranks = sorted(set(baseline.ranks) & set(repeat.ranks))
-            pair = connect_pair(baseline, repeat)
+        self._opened: list[tuple[duckdb.DuckDBPyConnection, Opening]] | None = None
+
+    @property
+    def _pairs(self) -> list[tuple[duckdb.DuckDBPyConnection, Opening]]:
+        if self._opened is None:
+            self._opened = []
+            for repeat in self._repeats:
+                self._opened.append(self._pair(repeat))
+        return self._opened
+
+    def _pair(self, repeat: Run) -> tuple[duckdb.DuckDBPyConnection, Opening]:
+        runs = {"baseline": self._baseline, "candidate": repeat}
+        ranks = sorted(set(self._baseline.ranks) & set(repeat.ranks))
+        pair = connect_pair(self._baseline, repeat)
+        try:
             counts = {side: row_counts(pair, run) for side, run in runs.items()}
+            if self.is_arranged:
+                ranks = arrange(pair).common
+                counts = {side: table_counts(pair, side) for side in runs}
+            pair.execute("CREATE TEMP TABLE renamed_name (old VARCHAR, new VARCHAR)")
+            if self.new_names:
+                pair.executemany(
+                    "INSERT INTO renamed_name VALUES (?, ?)", list(self.new_names.items())
+                )
+            reading = Reading(runs, counts, are_arranged=self.is_arranged)
             unread = {table.table: "" for table in LINK_TABLES}
-            opening = Opening(pair, Reading(runs, counts), ranks, unread, lambda: None)
+            opening = Opening(pair, reading, ranks, unread, lambda: None)
             unscale(pair)
-            self._pairs.append((pair, opening))
+        except BaseException:
+            pair.close()
+            raise
+        return pair, opening
 
     def close(self) -> None:
         """Close the connections."""
-        for pair, _ in self._pairs:
+        for pair, _ in self._opened or ():
             pair.close()
 
     def measure(self, connection: duckdb.DuckDBPyConnection, scale: float = 1.0) -> Noise:
@@ -97,8 +127,9 @@ class Repeats:
                 if table.table not in _PLACES:
                     continue
                 for role, column in _roles(table):
+                    place = _place(table.table, is_renamed=True)
                     rows = pair.execute(
-                        f"SELECT {_place(table.table)}, {_kind(table.table)}, '{role}', step, max({column}) "
+                        f"SELECT {place}, {_kind(table.table)}, '{role}', step, max({column}) "
                         f"FROM differing_{table.table} WHERE only_in IS NULL AND {column} > 0 GROUP BY ALL"
                     ).fetchall()
                     errors += [row[4] for row in rows if table.table != "parameters"]
@@ -124,22 +155,27 @@ def _roles(table: LinkTable) -> list[tuple[str, str]]:
     return [(role, f"{role}_error") for role, _ in table.sides]
 
 
-def _place(table: str, alias: str = "") -> str:
-    return (
-        "concat_ws('/', "
-        + ", ".join(f"coalesce({alias}key_{k}::VARCHAR, '')" for k in _PLACES[table])
-        + ")"
-    )
+def _place(table: str, *, is_renamed: bool = False) -> str:
+    """What a row is of, as one text; `is_renamed`, by the candidate's names."""
+    parts = []
+    for key in _PLACES[table]:
+        value = f"key_{key}::VARCHAR"
+        if is_renamed and key.endswith("_fqn"):
+            value = (
+                f"coalesce((SELECT r.new FROM renamed_name r WHERE r.old = key_{key}), key_{key})"
+            )
+        parts.append(f"coalesce({value}, '')")
+    return f"concat_ws('/', {', '.join(parts)})"
 
 
-def _kind(table: str, alias: str = "") -> str:
+def _kind(table: str) -> str:
     column = {
         "node_events": "node_name",
         "module_calls": "phase",
         "gradients": "point",
         "parameters": "point",
     }
-    return f"{alias}key_{column[table]}" if table in column else "''"
+    return f"key_{column[table]}" if table in column else "''"
 
 
 def _apply(connection: duckdb.DuckDBPyConnection, table: LinkTable, scale: float) -> None:
@@ -170,7 +206,7 @@ def _apply(connection: duckdb.DuckDBPyConnection, table: LinkTable, scale: float
         keep = "" if first else "d.beyond OR "
         keep_exceeds = "" if first else "d.exceeds OR "
         connection.execute(
-            f"UPDATE differing_{name} d SET {yield_columns} noise = 'measured', "
+            f"UPDATE differing_{name} d SET {yield_columns} noise = 'measured', told_by = NULL, "
             f"beyond = d.given OR {keep}coalesce(m.differs AND (m.error > m.allowed OR m.error IS NULL), false), "
             f"exceeds = d.given OR {keep_exceeds}coalesce(m.differs AND (m.error > m.allowed * "
             f"{_decisive(name, role)} OR m.error IS NULL), false) FROM measured m WHERE m.id = d.rowid"

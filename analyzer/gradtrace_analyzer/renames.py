@@ -118,6 +118,11 @@ def apply_renames(
         _show_renamed(connection, table)
 
 
+def new_names(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
+    """The candidate's names for those of the baseline, after `apply_renames`."""
+    return dict(connection.execute("FROM renamed_name").fetchall())
+
+
 def _distinct(connection: duckdb.DuckDBPyConnection, columns: Collection[str]) -> list[Any]:
     selects = [
         f"SELECT DISTINCT {column.name} FROM baseline.{table.name} WHERE {column.name} IS NOT NULL"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import duckdb
@@ -120,15 +120,16 @@ class Sums:
         rows_factor = factor * self._times_as_many
         found += self._nodes(step, rows_factor, backward)
         largest_arriving = self._largest_arriving(step)
+        arrivals = self._arrivals(step)
         for name, change, is_flat in self._named("gradients", step, "final"):
             self._gradient_errors[name] = max(
                 self._gradient_errors.get(name, 0.0), change.error or 0.0
             )
             # A flat parameter's gradient may be what is left of a cancellation.
             floor = largest_arriving if is_flat else 0.0
-            found.append(
-                _named_difference("gradients", step, name, "final", change, backward, floor)
-            )
+            given = _named_difference("gradients", step, name, "final", change, backward, floor)
+            # It has a sketch, which sums over parts have not: it tells of its module what they may not have shown.
+            found.append(replace(given, order=arrivals.get(name, given.order)))
         found += self._updates(step, before)
         found.sort(key=lambda d: d.order)
         return found, factor
@@ -253,6 +254,15 @@ class Sums:
             )
         return found
 
+    def _arrivals(self, step: int) -> dict[str, float]:
+        """Where in the step each parameter's gradient arrives at it."""
+        rows = self._connection.execute(
+            "SELECT parameter_fqn, min(record_index) FROM baseline.node_events WHERE step = ? "
+            "AND parameter_fqn IS NOT NULL AND rank = (SELECT min(rank) FROM baseline.node_events) GROUP BY ALL",
+            [step],
+        ).fetchall()
+        return {name: self._order(record) for name, record in rows}
+
     def _largest_arriving(self, step: int) -> float:
         row = self._connection.execute(
             "SELECT max(grad_output_norm) FROM baseline.node_events WHERE step = ? AND parameter_fqn IS NULL",
@@ -343,6 +353,7 @@ def _named_difference(
         allowed / share if share else math.inf,
         change.baseline,
         change.candidate,
+        told_by="sums",
     )
     key = {"root": 0, "parameter_fqn": name, "point": point}
     if table == "gradients":

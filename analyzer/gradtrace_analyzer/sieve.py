@@ -21,14 +21,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gradtrace_analyzer.arrays import Array, Side, codes_of, numbers_of, sketches_of, values_of
-from gradtrace_analyzer.least import Judged, beyond_least
+from gradtrace_analyzer.least import Judged, Known, beyond_least
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.tally import Sieved, Tally
 from gradtrace_analyzer.tolerance import Least
 from gradtrace_analyzer.whereabouts import whereabouts
 
 # Those with summaries; the others are few rows, whose values are compared where they lie.
-SIEVED = tuple(t for t in LINK_TABLES if t.sides)
+# Parameters come last: what they may differ by after the optimizer hangs on the errors of their gradients.
+SIEVED = tuple(
+    sorted((t for t in LINK_TABLES if t.sides), key=lambda table: table.table == "parameters")
+)
 
 # Few enough to stay in a processor's cache from being decoded to being judged.
 _ROWS_AT_ONCE = 30_000
@@ -48,7 +51,7 @@ def sieved(
     What is beyond the `least` that a rule can allow is proposed. `moved` are the steps before which a parameter is not
     what the step before left.
     """
-    found = Sieved(rank)
+    found, known = Sieved(rank), Known()
     for table in SIEVED:
         sides = parts.get(table.table)
         if sides is None or not any(sides):
@@ -57,7 +60,7 @@ def sieved(
             if blocks is None:
                 found.unpaired |= chosen
             else:
-                _judge(found, table, *blocks, least, moved)
+                _judge(found, table, *blocks, least, moved, known)
     # A step that does not pair in one table is looked at in all.
     found.tallies = [t for t in found.tallies if t.step not in found.unpaired]
     return found
@@ -189,6 +192,7 @@ def _judge(
     b: pa.Table,
     least: Least,
     moved: frozenset[int],
+    known: Known,
 ) -> None:
     steps = numbers_of(a, "step")
     starts = np.flatnonzero(np.r_[True, steps[1:] != steps[:-1]])
@@ -216,7 +220,7 @@ def _judge(
         exceeds |= apart & nans
         errors = np.where(apart & ~nans, np.maximum(errors, error), errors)
     if judged:
-        exceeds |= beyond_least(table, (a, b), judged, starts, least, moved, found.arriving)
+        exceeds |= beyond_least(table, (a, b), judged, starts, least, moved, known)
     for value in table.values:
         unequal = ~_equal_rows(a, b, (value,))
         differs |= unequal

@@ -145,9 +145,9 @@ def stage_edges(connection: duckdb.DuckDBPyConnection, step: int) -> StageEdges 
     if not actions:
         return None
     known = connection.execute("SELECT 1 FROM duckdb_tables() WHERE table_name = 'pair_neighbours'")
-    if known.fetchone() is None:
-        make_handed(connection, "baseline.", "pair_")
-    met = connection.execute("SELECT * FROM pair_neighbours").fetchall()
+    # Where the baseline is no pipeline, nothing of it is handed over.
+    has_neighbours = known.fetchone() is not None or make_handed(connection, "baseline.", "pair_")
+    met = connection.execute("SELECT * FROM pair_neighbours").fetchall() if has_neighbours else []
     return StageEdges(
         actions,
         {

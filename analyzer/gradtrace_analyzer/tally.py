@@ -42,15 +42,11 @@ class Tally:
 
 @dataclass
 class Sieved:
-    """What the sieve found of one rank: the steps it tallied, and those that it could not pair.
-
-    `arriving` is, by step, the largest gradient that reached a Node of a module.
-    """
+    """What the sieve found of one rank: the steps it tallied, and those that it could not pair."""
 
     rank: int
     tallies: list[Tally] = field(default_factory=list)
     unpaired: set[int] = field(default_factory=set)
-    arriving: dict[int, float] = field(default_factory=dict)
 
 
 def tallied(

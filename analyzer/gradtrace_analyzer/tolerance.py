@@ -28,6 +28,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 # Fails about once in a hundred times for one number; a norm over many numbers concentrates far closer.
 CONFIDENCE = 3.0
 
@@ -124,18 +127,38 @@ class Rule:
         return f"{self.arithmetic}, {sums}{layers}"
 
 
+# What of an update may be new without a cause; and more than any update differs from another of its size: twice its
+# norm, with the estimate's error.
+UPDATED, UNJUDGED = 1e-3, 2.5
+
+# By how much an error may grow from a gradient to what plain SGD makes of it.
+PASSED_ON = 4.0
+
+# A whole step of an adaptive optimizer hangs on the sign of a gradient: of a relative error r, about 1.6 r of the
+# squared update turns around (the share of normal numbers below r, times four).
+TURNED = 1.6
+
+
+def share_of_update(error: npt.NDArray[np.float64], *, is_plain: bool) -> npt.NDArray[np.float64]:
+    """What share of an update an error of the gradient explains; `is_plain` for optimizers such as SGD."""
+    if is_plain:
+        return UPDATED + PASSED_ON * error
+    return np.asarray(UPDATED + 6 * np.sqrt(TURNED * error))
+
+
 @dataclass(frozen=True)
 class Least:
     """The smallest tolerances that a rule can give with these sums and layers, whatever else a step shows.
 
     `scale` multiplies them; 0 where measured noise takes the rule's place, which may be none. `unit` is the unit
-    roundoff of the finest arithmetic of any module.
+    roundoff of the finest arithmetic of any module. `is_plain`, all optimizers pass a gradient on in proportion.
     """
 
     scale: float = 0.0
     summands: int = 1
     layers: int = 1
     unit: float = 2.0**-53
+    is_plain: bool = True
 
     def layer(self, unit: float) -> float:
         """What one layer alone may add, in this arithmetic: no gradient is allowed less."""
@@ -148,6 +171,16 @@ class Least:
     def norm(self, unit: float) -> float:
         """By how much a link may lengthen what it hands on."""
         return self.scale * self._rule(unit).norm()
+
+    def of_update(self, gradient_errors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The shares of updates that these errors of gradients explain at least, of parameters of any shape."""
+        return np.asarray(
+            np.where(
+                gradient_errors > 0,
+                np.minimum(UNJUDGED, share_of_update(gradient_errors, is_plain=self.is_plain)),
+                UPDATED,
+            )
+        )
 
     def _rule(self, unit: float) -> Rule:
         return Rule(unit, "", self.summands, self.layers)

@@ -7,17 +7,10 @@ from __future__ import annotations
 
 import duckdb
 
-from gradtrace_analyzer.tolerance import Rule, roundoff_sql
+from gradtrace_analyzer.tolerance import PASSED_ON, TURNED, UNJUDGED, UPDATED, Rule, roundoff_sql
 
-# By how much an error may grow from a gradient to what plain SGD makes of it.
+# By how much more than the other parameters a statistic of the last steps may differ.
 _GROWTH = 4.0
-
-# A whole step of an adaptive optimizer hangs on the sign of a gradient: of a relative error r, about 1.6 r of the
-# squared update turns around (the share of normal numbers below r, times four).
-_TURNED = 1.6
-
-# More than any update differs from another of its size: twice its norm, with the estimate's error.
-_UNJUDGED = 2.5
 
 # A running statistic averages what may cancel: by how much wider its tolerance is than an output's.
 _STATISTICS = 64.0
@@ -40,9 +33,9 @@ def judge_updates(connection: duckdb.DuckDBPyConnection, scale: float) -> None:
         for side in ("baseline", "candidate")
     )
     share = (
-        "CASE WHEN coalesce(k.error, 0) = 0 THEN 1e-3 "
-        f"WHEN {_is_plain(connection)} THEN 1e-3 + {_GROWTH} * k.error "
-        f"WHEN k.is_flat THEN {_UNJUDGED} ELSE least({_UNJUDGED}, 1e-3 + 6 * sqrt({_TURNED} * k.error)) END"
+        f"CASE WHEN coalesce(k.error, 0) = 0 THEN {UPDATED} "
+        f"WHEN {str(is_plain(connection)).lower()} THEN {UPDATED} + {PASSED_ON} * k.error "
+        f"WHEN k.is_flat THEN {UNJUDGED} ELSE least({UNJUDGED}, {UPDATED} + 6 * sqrt({TURNED} * k.error)) END"
     )
     connection.execute(
         "CREATE OR REPLACE TEMP TABLE judged AS WITH errors AS ("
@@ -74,12 +67,12 @@ def judge_updates(connection: duckdb.DuckDBPyConnection, scale: float) -> None:
     )
 
 
-def _is_plain(connection: duckdb.DuckDBPyConnection) -> str:
+def is_plain(connection: duckdb.DuckDBPyConnection) -> bool:
     """Whether all optimizers pass a gradient on in proportion."""
     row = connection.execute(
         "SELECT coalesce(bool_and(optimizer_class IN ('SGD', 'ASGD')), false) FROM baseline.optimizer_groups"
     ).fetchone()
-    return "true" if row is not None and row[0] else "false"
+    return bool(row is not None and row[0])
 
 
 def judge_given(connection: duckdb.DuckDBPyConnection, rule: Rule, scale: float) -> None:

@@ -122,6 +122,8 @@ def _tolerance_here(answer: Answer) -> str:
         return ""
     if not measured and answer.first_bits is None and answer.sums is None:
         return ""
+    if change.told_by in ("length", "steady"):
+        return ""
     return f" {_sentence(_explained(change, answer))}."
 
 

@@ -160,6 +160,12 @@ def origin_sentence(origin: Origin) -> str:
             f"{where}the reduced gradient of {parameter_of(origin)}{and_others(origin)} {size}, "
             "although the local gradients are equal on all ranks: the reduction is where they part."
         )
+    if origin.link == "clip" and origin.change is not None and origin.change.told_by == "sums":
+        return (
+            f"{where}the gradient of {parameter_of(origin)}{and_others(origin)} that the optimizer saw {size}, "
+            "although what was compared of the step before it, sums over the parts, is equal (they do not show what "
+            "permutes rows, nor where a gradient that adds up to nothing turns)."
+        )
     if origin.link == "clip":
         return (
             f"{where}the gradient of {parameter_of(origin)}{and_others(origin)} that the optimizer saw "
@@ -240,6 +246,10 @@ def _rounding(origin: Origin) -> str:
     change = origin.change
     if change is None or change.error is None or not change.tolerance:
         return ""
+    if change.told_by == "steady":
+        return "; it is that much longer time after time, and rounding is never the same twice"
+    if change.told_by == "length":
+        return f"; rounding would explain that it is longer or shorter by {change.tolerance:.1e}"
     if change.noise is not None:
         return f"; noise here is {change.tolerance / SCATTER:.0e}, which would explain {change.tolerance:.1e}"
     return f"; rounding would explain {change.tolerance:.1e}"

@@ -28,10 +28,11 @@ def size_phrase(origin: Origin) -> str:
     a, b = change.baseline["numel"], change.candidate["numel"]
     if a != b and None not in (a, b):
         return f"has {b} elements instead of {a}"
-    return _change_phrase(change) + _dtypes_phrase(change)
+    return _distance(origin, change) + _dtypes_phrase(change)
 
 
-def _change_phrase(change: Change) -> str:
+def _distance(origin: Origin, change: Change) -> str:
+    """How far both sides lie apart, and in which way."""
     assert change.baseline is not None and change.candidate is not None
     factor = change.factor
     if factor is not None and abs(factor + 1) < 1e-3:
@@ -44,10 +45,18 @@ def _change_phrase(change: Change) -> str:
     if change.error == 0:
         return "differs in bits that its norm, sum and sketch do not show"
     ratio: float = change.candidate["norm"] / (change.baseline["norm"] or 1.0)
-    if change.error <= change.tolerance and abs(ratio - 1) > 1e-4:
-        return f"has {ratio:.4g} times the baseline's norm, which rounding hardly changes"
+    if change.told_by in ("length", "steady"):
+        longer = ratio / _ratio(origin.difference.reads)
+        return f"has {longer:.4g} times the baseline's norm, given what comes in"
     larger = f" (its norm is {ratio:.3g} times the baseline's)" if ratio > 3 else ""
     return f"differs by {change.error:.1e}{larger}"
+
+
+def _ratio(change: Change | None) -> float:
+    """How many times the baseline's the candidate's norm is; 1 where that cannot be said."""
+    sides = (change.candidate, change.baseline) if change is not None else (None, None)
+    after, before = ((side or {}).get("norm") or 0.0 for side in sides)
+    return float(after / before) if after and before else 1.0
 
 
 def _dtypes_phrase(change: Change) -> str:

@@ -19,11 +19,12 @@ class Products(TorchDispatchMode):
     def __init__(self, product: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._product = product
+        self._dtypes = {torch.float32} | ({torch.bfloat16} if product is other_order else set())
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function in _PRODUCTS and args[-1].dtype == torch.float32 and not kwargs:
+        if function in _PRODUCTS and args[-1].dtype in self._dtypes and not kwargs:
             product = self._product(args[-2], args[-1])
             return product + args[0] if function is _ops.addmm.default else product
         return function(*args, **(kwargs or {}))
@@ -62,6 +63,7 @@ def _to_float8(x: Tensor) -> Tensor:
 
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "another order of summation": other_order,
+    "bf16, another order of summation": other_order,
     "another device (simulated)": other_device,
     "tf32 (simulated)": tf32,
     "fp8 (simulated)": fp8,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +13,18 @@ from typing import Any
 from gradtrace_analyzer.compare import compare
 from gradtrace_analyzer.reports.diff_object import as_object
 from gradtrace_analyzer.run import open_run
-from support.accuracy.families import FAMILIES, Family
+from support.accuracy.families import FAMILIES
 from support.accuracy.faults import KINDS
-from support.accuracy.training import CHANGES, train
+from support.accuracy.training import BASELINES, CHANGES, DTYPES, train
 
-FAULT_STEP = 1
+STEPS = 3
+
+# What noise hides in one step shows when it comes back: such faults are given more steps to do so.
+MORE_STEPS = 7
 
 # What nothing that is recorded tells: the person who made the change has to.
 DECLARED = {"fp8 (simulated)": "fp8"}
+COARSE = (*DECLARED, *DTYPES)
 
 # oneDNN has no LSTM in float16 on a CPU; batch normalisation over microbatches is other training.
 IMPOSSIBLE = {("recurrent", "fp16 with a scaler"), ("cnn", "accumulation")}
@@ -33,6 +38,22 @@ class Case:
     change: str
     place: str
     kind: str | None
+
+    @property
+    def step(self) -> int:
+        """From which on it is faulty."""
+        return zlib.crc32(f"{self.family} {self.place}".encode()) % STEPS
+
+    @property
+    def steps(self) -> int:
+        """How many there are."""
+        is_factor = self.kind is not None and self.kind.startswith("times")
+        return MORE_STEPS if is_factor and self.change in COARSE else STEPS
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether no constant was chosen with this model in view."""
+        return FAMILIES[self.family].unseen
 
 
 @dataclass(frozen=True)
@@ -53,13 +74,18 @@ class Outcome:
         return self.verdict == "different"
 
 
-def cases(count: int, seed: int = 0, changes: Sequence[str] = CHANGES) -> list[Case]:
+def cases(
+    count: int,
+    seed: int = 0,
+    changes: Sequence[str] = CHANGES,
+    families: Sequence[str] = tuple(FAMILIES),
+) -> list[Case]:
     """`count` faults, spread over changes, kinds and families, and among them every change in every family without one.
 
     In an order of which any beginning is a fair sample.
     """
     draw = random.Random(seed)
-    possible = [(f, c) for c in changes for f in FAMILIES if (f, c) not in IMPOSSIBLE]
+    possible = [(f, c) for c in changes for f in families if (f, c) not in IMPOSSIBLE]
     found = [Case(f, c, draw.choice(FAMILIES[f].places), None) for f, c in possible]
     pairs: list[tuple[str, str]] = []
     for n in range(count):
@@ -74,23 +100,24 @@ def cases(count: int, seed: int = 0, changes: Sequence[str] = CHANGES) -> list[C
 class Laboratory:
     """Runs cases in a directory; baselines are shared."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, seed: int = 0) -> None:
         self._directory = directory
-        self._baselines: dict[tuple[str, str], Path] = {}
+        self.seed = seed
+        self._baselines: dict[tuple[str, str, str, int], Path] = {}
         self._count = 0
 
     def outcome(self, case: Case, scale: float = 1.0) -> Outcome:
-        family = FAMILIES[case.family]
-        return self.judged(case, self.baseline(case, family), self.candidate(case, family), scale)
+        return self.judged(case, self.baseline(case), self.candidate(case), scale)
 
-    def baseline(self, case: Case, family: Family) -> Path:
-        key = (case.family, case.place)
+    def baseline(self, case: Case) -> Path:
+        change = BASELINES.get(case.change, "none")
+        key = (case.family, case.place, change, case.steps)
         if key not in self._baselines:
-            self._baselines[key] = self._train(family, "none", case.place, None)
+            self._baselines[key] = self._train(case, change, None)
         return self._baselines[key]
 
-    def candidate(self, case: Case, family: Family) -> Path:
-        return self._train(family, case.change, case.place, case.kind)
+    def candidate(self, case: Case) -> Path:
+        return self._train(case, case.change, case.kind)
 
     def judged(self, case: Case, baseline: Path, candidate: Path, scale: float = 1.0) -> Outcome:
         answer = as_object(
@@ -105,7 +132,7 @@ class Laboratory:
         placed = None if first is None else _placed(case, first)
         return Outcome(case, answer["verdict"], placed, answer["explanation"])
 
-    def _train(self, family: Family, change: str, place: str, kind: str | None) -> Path:
+    def _train(self, case: Case, change: str, kind: str | None) -> Path:
         self._count += 1
         with warnings.catch_warnings():
             warnings.simplefilter(
@@ -113,16 +140,18 @@ class Laboratory:
             )  # torch's own, of compiling and of second backward passes
             return train(
                 self._directory / str(self._count),
-                family,
+                FAMILIES[case.family],
                 change,
-                fqn=place,
+                fqn=case.place,
                 kind=kind,
-                fault_step=FAULT_STEP,
+                fault_step=case.step,
+                steps=case.steps,
+                seed=self.seed,
             )
 
 
 def _placed(case: Case, first: dict[str, Any]) -> str:
-    if first["step"] != FAULT_STEP:
+    if first["step"] != case.step:
         return "elsewhere"
     module = first["module_fqn"]
     if module == case.place:

@@ -15,7 +15,7 @@ from support.accuracy.families import BATCH, Family
 from support.accuracy.faults import Place, make_faulty
 from support.recorded import recording
 
-# Changes within one process; those of the number of ranks are in `ranks.py`.
+# Changes within one process; those of the number of ranks are in `divided.py`.
 CHANGES = (
     "none",
     "another thread count",
@@ -28,6 +28,14 @@ CHANGES = (
     "fused optimizer",
 )
 
+# The dtype of autocast, and what a change is compared with where that is not the job as it was.
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bf16, another order of summation": torch.bfloat16,
+    "fp16 with a scaler": torch.float16,
+}
+BASELINES = {"bf16, another order of summation": "bf16"}
+
 
 def train(
     directory: Path,
@@ -37,13 +45,12 @@ def train(
     fqn: str,
     kind: str | None = None,
     fault_step: int = 1,
-    steps: int = 2,
-    optimizer: str = "adamw",
-    data_seed: int = 7,
+    steps: int = 3,
+    seed: int = 0,
 ) -> Path:
-    """A recorded run, at the faulty or sound place `fqn`."""
+    """A recorded run, at the faulty or sound place `fqn`; model and data are drawn from the seed."""
     threads = torch.get_num_threads()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = family.build()
     place = make_faulty(model, fqn, kind, fault_step)
     if change == "activation checkpointing":
@@ -61,7 +68,7 @@ def train(
         stack.enter_context(recording(directory))
         if change in PRODUCTS:
             stack.enter_context(Products(PRODUCTS[change]))
-        _steps(family, model, called, place, change, steps, optimizer, data_seed)
+        _steps(family, model, called, place, change, steps, seed)
     return directory
 
 
@@ -72,13 +79,12 @@ def _steps(
     place: Place,
     change: str,
     steps: int,
-    optimizer: str,
-    data_seed: int,
+    seed: int,
 ) -> None:
-    draw = torch.Generator().manual_seed(data_seed)
-    updates = updates_of(model, optimizer, fused=change == "fused optimizer")
+    draw = torch.Generator().manual_seed(seed + 7)
+    updates = updates_of(model, family.optimizer, fused=change == "fused optimizer")
     scaler = torch.amp.GradScaler("cpu", init_scale=1024, enabled=change.startswith("fp16"))
-    dtype = {"bf16": torch.bfloat16, "fp16 with a scaler": torch.float16}.get(change)
+    dtype = DTYPES.get(change)
     parts = 4 if change == "accumulation" else 1
     for step in range(steps):
         place.step = step

@@ -1,7 +1,8 @@
-"""Trains a GPT on two ranks, once for each case on the command line: `mode|place|kind|directory`.
+"""Trains on two ranks, once for each case on the command line: mode, family, place, kind, first faulty step, steps,
+seed and directory, between bars.
 
-Modes: `ddp`, `fsdp` (FSDP2), `pipeline` (two stages, GPipe, four microbatches). The global batch is that of one
-process.
+Modes: `ddp`, `fsdp` (FSDP2), `pipeline` (two stages of the GPT, GPipe, four microbatches). The global batch is that
+of one process.
 """
 
 import copy
@@ -19,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradtrace_recorder
 from support.accuracy.families import BATCH, FAMILIES
 from support.accuracy.faults import make_faulty
-
-STEPS = 2
+from support.accuracy.training import updates_of
 
 
 class Stage(nn.Module):
@@ -50,35 +50,34 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for case in sys.argv[1:]:
-        mode, place, kind, directory = case.split("|")
-        trained(mode, place, kind or None, directory)
+        mode, family, place, kind, first, steps, seed, directory = case.split("|")
+        torch.manual_seed(int(seed))
+        model = FAMILIES[family].build()
+        faulty = make_faulty(model, place, kind or None, int(first))
+        trained(mode, FAMILIES[family], model, faulty, int(steps), int(seed), directory)
         dist.barrier()
     dist.destroy_process_group()
     time.sleep(0.1)
 
 
-def trained(mode, fqn, kind, directory):
+def trained(mode, family, model, place, steps, seed, directory):
     rank, world = dist.get_rank(), dist.get_world_size()
-    family = FAMILIES["gpt"]
-    torch.manual_seed(0)
-    model = family.build()
-    place = make_faulty(model, fqn, kind, 1)
     schedule = None
     called = model
     if mode == "ddp":
         called = DistributedDataParallel(model)
     elif mode == "fsdp":
-        for block in model.blocks:
+        for block in getattr(model, "blocks", ()):
             fully_shard(block)
         fully_shard(model)
     else:
         model = Stage(copy.copy(model), rank)
         stage = PipelineStage(model, rank, world, torch.device("cpu"))
         schedule = ScheduleGPipe(stage, 4, loss_fn=family.loss)
-    updates = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=False)
-    draw = torch.Generator().manual_seed(7)
+    updates = updates_of(model, family.optimizer)
+    draw = torch.Generator().manual_seed(seed + 7)
     gradtrace_recorder.start(directory, strict=True)
-    for step in range(STEPS):
+    for step in range(steps):
         place.step = step
         x, target = family.batch(draw)
         updates.zero_grad()
