@@ -49,12 +49,12 @@ def write_usual(connection: duckdb.DuckDBPyConnection) -> None:
     """
     connection.execute(
         "CREATE OR REPLACE TEMP TABLE usual_gain AS WITH gains AS ("
-        f"SELECT 'node_events' AS of, rank, step, {GAIN} AS gain FROM differing_node_events WHERE {_JUDGED} "
+        f"SELECT 'node_events' AS link_table, rank, step, {GAIN} AS gain FROM differing_node_events WHERE {_JUDGED} "
         f"UNION ALL SELECT 'module_calls', rank, step, {GAIN} FROM differing_module_calls "
         f"WHERE only_in IS NULL AND key_phase = 'forward' AND writes_differs AND {MANY}) "
-        "SELECT of, rank, step, if(of = 'node_events', "
+        "SELECT link_table, rank, step, if(link_table = 'node_events', "
         "sqrt(greatest(0, sum(gain * gain) - max(gain) ** 2) / (count(*) - 1)), median(gain)) AS gain "
-        f"FROM gains WHERE gain > {_ROUNDED} AND isfinite(gain) GROUP BY ALL HAVING count(*) >= {_FEW}"
+        f"FROM gains WHERE gain > {_ROUNDED} AND isfinite(gain) GROUP BY link_table, rank, step HAVING count(*) >= {_FEW}"
     )
 
 

@@ -325,7 +325,7 @@ class Judgement:
             "LEFT JOIN cancelling k ON k.rank = d.rank AND k.step = d.step AND k.place <= d.place AND "
             "d.place < k.until "
             "LEFT JOIN seen_noise w ON w.rank = d.rank AND w.step = d.step "
-            f"LEFT JOIN usual_gain q ON q.rank = d.rank AND q.step = d.step AND q.of = '{table.table}' "
+            f"LEFT JOIN usual_gain q ON q.rank = d.rank AND q.step = d.step AND q.link_table = '{table.table}' "
             "LEFT JOIN kinked f ON f.rank = d.rank AND f.step = d.step AND f.place <= d.place AND d.place < f.until "
             "LEFT JOIN unsteady u ON u.rank = d.rank AND u.step = d.step AND u.place <= d.place AND d.place < u.until"
         )
