@@ -57,7 +57,8 @@ def unscale(connection: duckdb.DuckDBPyConnection) -> list[Scaled]:
         "FILTER (key_point = 'local') AS local, coalesce(median(writes_c_norm / nullif(writes_b_norm, 0)) "
         "FILTER (key_point = 'final'), 1) AS final FROM differing_gradients WHERE only_in IS NULL GROUP BY ALL) "
         "SELECT rank, step, factor FROM powers JOIN points USING (rank, step) "
-        "WHERE abs(local / factor / final - 1) < 0.2"
+        # Where a fault left no gradient at all nothing tells, but that losses are no powers of two by themselves.
+        "WHERE coalesce(abs(local / factor / nullif(final, 0) - 1) < 0.2, local = 0)"
     )
     found = connection.execute(
         "SELECT factor, min(step), count(DISTINCT step) FROM scaling GROUP BY ALL ORDER BY 2"
@@ -96,7 +97,8 @@ def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False
     """Take rows of one side alone out of `differing_*` where they change nothing; the judgement must be written.
 
     They do not where all gradients that the optimizer saw pair and agree in that step; where the same row is
-    alone in such a step; and where they are casts or recomputed forwards (`known_only`: these alone).
+    alone in such a step; and where they are casts or recomputed forwards (`known_only`: these alone), or lie in a
+    module of which the other side runs compiled code in that step.
     """
     connection.execute(
         "CREATE OR REPLACE TEMP TABLE anchored AS SELECT DISTINCT rank, step FROM baseline.gradients "
@@ -120,7 +122,7 @@ def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False
         condition = (
             "d.only_in IS NOT NULL AND (EXISTS (SELECT 1 FROM anchored a WHERE a.rank = d.rank AND a.step = d.step) "
             f"OR {known} OR EXISTS (SELECT 1 FROM differing_{table} o SEMI JOIN anchored USING (rank, step) "
-            f"WHERE o.only_in = d.only_in AND {same}))"
+            f"WHERE o.only_in = d.only_in AND {same}) OR {_in_compiled()})"
         )
         if known_only:
             condition = f"d.only_in IS NOT NULL AND ({known})"
@@ -143,6 +145,16 @@ def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False
         found.append(Aside("optimizer kernel", "fused or foreach", "both", kernels[1]))
         connection.execute("DELETE FROM differing_optimizer_groups WHERE NOT exceeds")
     return found
+
+
+def _in_compiled() -> str:
+    """A condition: the other side's backward pass of the row's module, or of one around it, is one compiled Node."""
+    return " OR ".join(
+        f"(d.only_in = '{side}' AND EXISTS (SELECT 1 FROM {other}.node_events n WHERE n.rank = d.rank "
+        "AND n.step = d.step AND n.node_name LIKE 'CompiledFunction%' AND (coalesce(n.module_fqn, '') = '' "
+        "OR d.key_module_fqn = n.module_fqn OR starts_with(d.key_module_fqn, n.module_fqn || '.'))))"
+        for side, other in (("baseline", "candidate"), ("candidate", "baseline"))
+    )
 
 
 def aside_sentence(found: Sequence[Aside]) -> str:
