@@ -92,7 +92,7 @@ def judge_given(connection: duckdb.DuckDBPyConnection, rule: Rule, scale: float)
         "AND a.parameter_fqn = d.key_parameter_fqn AND a.step = d.step - 1 AND a.point = 'after'{same})"
     )
     same = (
-        " AND a.fingerprint = (SELECT b.fingerprint FROM {side}.parameters b WHERE b.rank = d.rank "
+        " AND a.fingerprint IN (SELECT b.fingerprint FROM {side}.parameters b WHERE b.rank = d.rank "
         "AND b.root = d.key_root AND b.parameter_fqn = d.key_parameter_fqn AND b.step = d.step "
         "AND b.point = 'before')"
     )
