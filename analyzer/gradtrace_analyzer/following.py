@@ -87,6 +87,9 @@ def _split_rank(
     changed: Collection[str | None],
 ) -> None:
     """`draws`: random numbers differ because the changed code took some; `changed`: modules it may have a hand in."""
+    if set(changed) == {None} and any("loss" in d.values for d in own):
+        found.others.extend(own)  # it is the code of the loss: what it gives is where the runs part
+        return
     place = structure.places.get((own[0].rank, own[0].step))
     is_after = False
     modules: set[object] = set()

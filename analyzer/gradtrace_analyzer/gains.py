@@ -54,7 +54,8 @@ def write_usual(connection: duckdb.DuckDBPyConnection) -> None:
         f"WHERE only_in IS NULL AND key_phase = 'forward' AND writes_differs AND {MANY}) "
         "SELECT link_table, rank, step, if(link_table = 'node_events', "
         "sqrt(greatest(0, sum(gain * gain) - max(gain) ** 2) / (count(*) - 1)), median(gain)) AS gain "
-        f"FROM gains WHERE gain > {_ROUNDED} AND isfinite(gain) GROUP BY link_table, rank, step HAVING count(*) >= {_FEW}"
+        f"FROM gains WHERE gain > {_ROUNDED} AND isfinite(gain) GROUP BY link_table, rank, step "
+        f"HAVING count(*) >= {_FEW}"
     )
 
 

@@ -45,8 +45,14 @@ def unscale(connection: duckdb.DuckDBPyConnection) -> list[Scaled]:
     """Divide the candidate's rows by a loss scale, where one was taken back before the optimizer saw the gradients.
 
     A loss scale is a power of two, by which the loss differs, and by which the accumulated gradients differ more than
-    the final ones do (in the median over the parameters: a fault changes both).
+    the final ones do (in the median over the parameters: a fault changes both). Where no optimizer was recorded to have
+    seen the gradients nothing tells a scale from a fault.
     """
+    stepped = " ".join(
+        f"SEMI JOIN (SELECT rank, step FROM {side}.gradients SEMI JOIN opened USING (rank, step) "
+        "WHERE point = 'final') USING (rank, step)"
+        for side in ("baseline", "candidate")
+    )
     connection.execute(
         "CREATE OR REPLACE TEMP TABLE scaling AS WITH losses AS ("
         "SELECT rank, step, median(value_c_loss / nullif(value_b_loss, 0)) AS factor FROM differing_backward_passes "
@@ -56,7 +62,7 @@ def unscale(connection: duckdb.DuckDBPyConnection) -> list[Scaled]:
         "points AS (SELECT rank, step, median(writes_c_norm / nullif(writes_b_norm, 0)) "
         "FILTER (key_point = 'local') AS local, coalesce(median(writes_c_norm / nullif(writes_b_norm, 0)) "
         "FILTER (key_point = 'final'), 1) AS final FROM differing_gradients WHERE only_in IS NULL GROUP BY ALL) "
-        "SELECT rank, step, factor FROM powers JOIN points USING (rank, step) "
+        f"SELECT rank, step, factor FROM powers JOIN points USING (rank, step) {stepped} "
         # Where a fault left no gradient at all nothing tells, but that losses are no powers of two by themselves.
         "WHERE coalesce(abs(local / factor / nullif(final, 0) - 1) < 0.2, local = 0)"
     )

@@ -566,8 +566,13 @@ def test_case_39_models_are_copied_and_saved_as_without_recording(case: Case) ->
 @pytest.mark.slow
 def test_case_41_unused_sparse_table(case: Case) -> None:
     answer = case.diff()
-    # find_unused_parameters itself adds a Node from step 0 on; the failure is told beside it.
-    differs_at(answer, step=0, ranks=[0, 1], link="structure", node_name="_DDPSinkBackward")
+    # find_unused_parameters itself adds a Node from step 0 on, which changes nothing; the failure is told beside what
+    # the unused table changes in the forward.
+    differs_at(answer, step=1, ranks=[0, 1], link="forward", module_fqn="")
+    assert "what top receives differs" in answer["explanation"]
+    assert ("_DDPSinkBackward", "candidate") in {
+        (e["name"], e["only_in"]) for e in answer["set_aside"]
+    }
     failures = [(f["side"], f["step"], f["rank"], f["unused"]) for f in answer["failures"]]
     assert failures == [("candidate", 1, rank, ["item.weight"]) for rank in (0, 1)]
     assert (
