@@ -7,6 +7,7 @@ link table; Python sees only the rows of one step.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import duckdb
@@ -80,8 +81,8 @@ class Alignment:
             least=None if judgement is None else judgement.least,
         )
 
-    def _clean(self) -> None:
-        """Take out of the `differing_` tables what is no difference."""
+    def _clean(self, is_whole: bool) -> None:
+        """Take out of the `differing_` tables what is no difference; `is_whole` as in `Opening`."""
         connection = self._connection
         for table in LINK_TABLES:
             for *place, count in connection.execute(
@@ -96,7 +97,12 @@ class Alignment:
             # Casts and forwards that run again are no other code; what else changes nothing is told with the code.
             judgement.set_aside(known=True)
         if self._tells_structure:
-            self.structure = structure_of(connection, self._parts, self._all_failures())
+            self.structure = structure_of(
+                connection,
+                self._parts,
+                self._all_failures(),
+                proves_names=is_whole and self._reading.has_same_names,
+            )
         if judgement is not None:
             judgement.set_aside(known=False)
         # What changed code is can be told from all that differs alone: what was not asked for goes afterwards.
@@ -256,20 +262,38 @@ class Alignment:
 
     def rng_to_blame(self, step: int) -> set[int]:
         """Ranks whose random generator stood elsewhere at this step's first forward, and at none before."""
-        rows = self._connection.execute(
-            "SELECT rank, min(step) FROM baseline.steps b JOIN candidate.steps c USING (rank, step) "
-            "WHERE b.rng_fingerprint <> c.rng_fingerprint GROUP BY rank"
-        ).fetchall()
-        return {rank for rank, first in rows if first == step}
+        return {rank for rank, stretches in self._rng_apart.items() if stretches[0][0] == step}
 
     def rng_differs(self, step: int) -> set[int]:
         """Ranks whose random generator stood elsewhere at the step's first forward."""
+        return {
+            rank
+            for rank, stretches in self._rng_apart.items()
+            if any(first <= step <= last for first, last in stretches)
+        }
+
+    @cached_property
+    def _rng_apart(self) -> dict[int, list[tuple[int, int]]]:
+        """Of each rank the stretches of steps at whose first forward the generators stood elsewhere, in order."""
         rows = self._connection.execute(
-            "SELECT rank FROM baseline.steps b JOIN candidate.steps c USING (rank, step) "
-            "WHERE step = ? AND b.rng_fingerprint <> c.rng_fingerprint",
-            [step],
+            "SELECT rank, min(step), max(step) FROM (SELECT rank, step, "
+            "step - row_number() OVER (PARTITION BY rank ORDER BY step) AS stretch "
+            "FROM baseline.steps b JOIN candidate.steps c USING (rank, step) "
+            "WHERE b.rng_fingerprint <> c.rng_fingerprint) GROUP BY rank, stretch ORDER BY 1, 2"
         ).fetchall()
-        return {rank for (rank,) in rows}
+        found: dict[int, list[tuple[int, int]]] = {}
+        for rank, first, last in rows:
+            found.setdefault(rank, []).append((first, last))
+        return found
+
+    @property
+    def proves_any(self) -> bool:
+        """Whether digests prove some step of a rank equal on both sides."""
+        return self._opening.proves_any
+
+    def may_differ(self, table: str) -> bool:
+        """Whether digests leave it open that a table differs in any step."""
+        return self._opening.may_differ(table)
 
     def stage_edges(self, step: int) -> StageEdges | None:
         """What the stages of a pipeline hand to each other in a step."""

@@ -67,7 +67,7 @@ class Repeats:
             pair = connect_pair(baseline, repeat)
             counts = {side: row_counts(pair, run) for side, run in runs.items()}
             unread = {table.table: "" for table in LINK_TABLES}
-            opening = Opening(pair, Reading(runs, counts), ranks, unread, lambda: None)
+            opening = Opening(pair, Reading(runs, counts), ranks, unread, lambda _: None)
             unscale(pair)
             self._pairs.append((pair, opening))
 

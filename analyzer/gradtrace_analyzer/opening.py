@@ -17,23 +17,14 @@ import pyarrow as pa
 from gradtrace_analyzer.chosen import Chosen
 from gradtrace_analyzer.database import usable_cores
 from gradtrace_analyzer.footers import Counts
-from gradtrace_analyzer.links import LINK_TABLES, link_of
+from gradtrace_analyzer.links import LINK_TABLES, LinkTable, link_of
 from gradtrace_analyzer.occurrences import forget_numbers, realign
-from gradtrace_analyzer.pairing import (
-    SIDES,
-    SUSPECTS,
-    differing,
-    digests_agree,
-    opened,
-    other_values,
-    seen,
-)
+from gradtrace_analyzer.pairing import SIDES, differing, opened, seen
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.run import Run
+from gradtrace_analyzer.suspects import PROVEN, Place, suspects
 from gradtrace_analyzer.tally import Sieved, Tally, tallied
 from gradtrace_analyzer.tolerance import Least
-
-Place = tuple[int, int]  # (rank, step)
 
 # Rows of both sides that are opened at once without looking first: they take about 100 MB.
 MOST_ROWS = 250_000
@@ -44,13 +35,15 @@ class Reading:
     """The two runs as they are read: `counts` are the rows of each side by table and rank.
 
     Where rows `are_arranged`, they are no longer those of the parts: these prove and hold nothing of a rank. Where they
-    `are_renamed`, they are those of the parts with other names.
+    `are_renamed`, they are those of the parts with other names. With `has_same_names` no module or parameter has a name
+    on one side alone, as far as was looked: fingerprints that agree are then of rows that pair.
     """
 
     runs: Mapping[str, Run]
     counts: Mapping[str, Counts]
     are_arranged: bool = False
     are_renamed: bool = False
+    has_same_names: bool = False
 
     def closed(self, side: str, ranks: Iterable[int]) -> list[int]:
         """The ranks whose steps are all named by `steps`: they ended by themselves and lost nothing."""
@@ -78,7 +71,8 @@ class Reading:
 class Opening:
     """Makes `seen`, `common` and, of the steps that matter, `opened`, `step_start` and the `differing_` tables.
 
-    `clean` is called whenever these were made anew, before anything is counted in them. `tallies` are those of the
+    `clean` is called whenever these were made anew, before anything is counted in them; it is told whether all steps
+    that may differ are open. `tallies` are those of the
     steps that differ and are not opened. With `realigns`, Nodes of a call that are not the same on both sides are
     numbered by what they are alike in. Of a run of which one step was `chosen`, that is opened, beside the first.
     """
@@ -89,7 +83,7 @@ class Opening:
         reading: Reading,
         ranks: Sequence[int],
         unread: Mapping[str, str],
-        clean: Callable[[], None],
+        clean: Callable[[bool], None],
         *,
         realigns: bool = False,
         chosen: Chosen | None = None,
@@ -109,34 +103,36 @@ class Opening:
         others = {side: [r for r in ranks if r not in set(closed[side])] for side in SIDES}
         with progress("reading which steps there are"):
             connection.execute(seen(closed, others))
-            suspects = self._suspects()
+            self._apart = self._suspects()
         self.tallies: list[Tally] = []
-        if self._rows(suspects) <= MOST_ROWS:
-            self._open(suspects)
+        places = set(self._apart)
+        if self._rows(places) <= MOST_ROWS:
+            self._open(places)
         else:
-            self._open_what_matters(suspects)
+            self._open_what_matters(places)
+
+    @property
+    def proves_any(self) -> bool:
+        """Whether digests prove some step of a rank equal."""
+        row = self._connection.execute("SELECT count(*) FROM common").fetchone()
+        return row is not None and row[0] > len(self._apart)
+
+    def may_differ(self, table: str) -> bool:
+        """Whether digests leave it open that a table differs in any step."""
+        return any(table in tables for tables in self._apart.values())
 
     def reopen(self, places: Collection[Place]) -> None:
         """Open these steps and each rank's first, as far as both sides have them, in place of those that are open."""
         known = set(self._connection.execute("SELECT rank, step FROM common").fetchall())
         self._open(known & {*places, *self._firsts()})
 
-    def _suspects(self) -> set[Place]:
-        """The steps that may differ."""
-        queries = [SUSPECTS.format(equal=digests_agree())]
-        queries += [
-            other_values(table) for table in LINK_TABLES if table.values and not table.digested
-        ]
-        [(first,)] = self._connection.execute("SELECT min(step) FROM common").fetchall()
-        if first is not None:
-            named = [table for table in LINK_TABLES if "parameter_fqns" in table.values]
-            queries += [other_values(table, first) for table in named]
-        found = {place for query in queries for place in self._connection.execute(query).fetchall()}
+    def _suspects(self) -> dict[Place, set[str]]:
+        """The steps that may differ, each with the tables in which it may."""
+        found = suspects(self._connection, self._reading.counts)
         if self._chosen.step is None:
             return found
-        return {place for place in found if place[1] == self._chosen.step} | (
-            found & self._firsts()
-        )
+        firsts = self._firsts()
+        return {p: t for p, t in found.items() if p[1] == self._chosen.step or p in firsts}
 
     def _firsts(self) -> set[Place]:
         """Each rank's first step."""
@@ -166,12 +162,18 @@ class Opening:
             forget_numbers(self._connection)
         self._connection.execute(opened(places))
         for table in LINK_TABLES:
-            make = differing(table, self._unread[table.table], places)
+            make = differing(table, self._unread[table.table], self._apart_in(table, places))
             self._connection.execute(make)
             # Where the code of a call was changed, its Nodes are not those of the same number.
             if table.table == "node_events" and self._realigns and realign(self._connection):
                 self._connection.execute(make)
-        self._clean()
+        self._clean(self._apart.keys() <= set(places))
+
+    def _apart_in(self, table: LinkTable, places: Collection[Place]) -> Collection[Place]:
+        """Those of these steps in which a table may differ."""
+        if table.table not in PROVEN or not self._reading.has_same_names:
+            return places
+        return [p for p in places if table.table in self._apart.get(p, (table.table,))]
 
     def _name_opened(self, places: Collection[Place]) -> None:
         self._name("opened", places)
