@@ -13,7 +13,7 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.chosen import Chosen
-from gradtrace_analyzer.differences import Change, Difference, changed_gradient, difference
+from gradtrace_analyzer.differences import Change, Difference, changed_gradient, differences
 from gradtrace_analyzer.excuses import excuse
 from gradtrace_analyzer.failures import Failure, one_sided_failures
 from gradtrace_analyzer.judgement import Judgement
@@ -22,7 +22,7 @@ from gradtrace_analyzer.opening import Opening, Reading
 from gradtrace_analyzer.pairing import SIDES, STATISTICS
 from gradtrace_analyzer.stage_edges import StageEdges, stage_edges
 from gradtrace_analyzer.structure import Parts, Structure, structure_of
-from gradtrace_analyzer.tally import merged_spread
+from gradtrace_analyzer.tally import merged_spread, steps_of
 from gradtrace_analyzer.whereabouts import whereabouts_sql
 
 # Rows of one step that are looked at one by one. Where more differ, of each rank and table the first ones are, in
@@ -59,6 +59,7 @@ class Alignment:
         self._chosen = chosen or Chosen()
         self._judgement = judgement
         self._last: tuple[int, list[Difference]] | None = None
+        self._modules: tuple[int, dict[tuple[int, int], set[str]]] | None = None
         self._unread = {
             table.table: ", ".join(str(rank) for name, rank in unread if name == table.table)
             for table in LINK_TABLES
@@ -114,7 +115,7 @@ class Alignment:
     @property
     def counted_steps(self) -> int:
         """How many of the steps that differ are not opened, but only counted."""
-        return len({t.step for t in self._opening.tallies})
+        return len(steps_of(self._opening.tallies))
 
     def steps(self) -> dict[str, dict[int, list[int]]]:
         """Each rank's steps by where they were seen: `both`, `baseline`, `candidate` alone."""
@@ -209,9 +210,7 @@ class Alignment:
                 [step],
             )
             names = [column[0] for column in cursor.description or ()]
-            found += [
-                difference(table, dict(zip(names, row, strict=True))) for row in cursor.fetchall()
-            ]
+            found += differences(table, names, cursor.fetchall())
         found.sort(key=lambda d: (d.rank, d.order))
         self._last = (step, found)
         return found
@@ -301,12 +300,13 @@ class Alignment:
 
     def module_fqns(self, step: int, rank: int, root: int) -> set[str]:
         """The modules of a root that were called in a step."""
-        rows = self._connection.execute(
-            "SELECT DISTINCT module_fqn FROM baseline.module_calls "
-            "WHERE step = ? AND rank = ? AND root = ?",
-            [step, rank, root],
-        ).fetchall()
-        return {fqn for (fqn,) in rows}
+        if self._modules is None or self._modules[0] != step:
+            rows = self._connection.execute(
+                "SELECT rank, root, list(DISTINCT module_fqn) FROM baseline.module_calls WHERE step = ? GROUP BY ALL",
+                [step],
+            ).fetchall()
+            self._modules = (step, {(rank, root): set(fqns) for rank, root, fqns in rows})
+        return self._modules[1].get((rank, root), set())
 
     def abandoned_forwards(self, step: int, rank: int) -> tuple[int, int] | None:
         """How many of the step's forwards no backward pass followed, on both sides."""
@@ -365,8 +365,7 @@ class Alignment:
                 "ORDER BY step, place, rank LIMIT 1"
             )
             names = [column[0] for column in cursor.description or ()]
-            for row in cursor.fetchall():
-                found = difference(table, dict(zip(names, row, strict=True)))
+            for found in differences(table, names, cursor.fetchall()):
                 if first is None or (found.step, found.order) < (first.step, first.order):
                     first = found
         return first

@@ -19,11 +19,11 @@ from gradtrace_analyzer.database import usable_cores
 from gradtrace_analyzer.footers import Counts
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable, link_of
 from gradtrace_analyzer.occurrences import forget_numbers, realign
-from gradtrace_analyzer.pairing import SIDES, differing, opened, seen
+from gradtrace_analyzer.pairing import SIDES, differing, opened, other_values, seen, within
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.run import Run
 from gradtrace_analyzer.suspects import PROVEN, Place, suspects
-from gradtrace_analyzer.tally import Sieved, Tally, tallied
+from gradtrace_analyzer.tally import Sieved, Tally, first_step, steps_of, tallied
 from gradtrace_analyzer.tolerance import Least
 
 # Rows of both sides that are opened at once without looking first: they take about 100 MB.
@@ -126,7 +126,7 @@ class Opening:
         known = set(self._connection.execute("SELECT rank, step FROM common").fetchall())
         self._open(known & {*places, *self._firsts()})
 
-    def _suspects(self) -> dict[Place, set[str]]:
+    def _suspects(self) -> dict[Place, frozenset[str]]:
         """The steps that may differ, each with the tables in which it may."""
         found = suspects(self._connection, self._reading.counts)
         if self._chosen.step is None:
@@ -201,31 +201,30 @@ class Opening:
             for portion in self._loads(sorted(unpaired, key=lambda place: (place[1], place[0]))):
                 ranks = {rank for rank, _ in portion}
                 self._open({*portion, *(a for a in anchors if a[0] in ranks)})
-                of_portion = set(portion)
-                tallies += [t for t in tallied(self._connection) if (t.rank, t.step) in of_portion]
+                tallies += [
+                    t.where(t.among({step for rank, step in portion if rank == t.rank}))
+                    for t in tallied(self._connection)
+                ]
                 count(len(portion))
-
-        def first(is_meant: Callable[[Tally], bool]) -> set[int]:
-            return set(sorted({t.step for t in tallies if is_meant(t)})[:1])
 
         def open_steps(steps: Collection[int]) -> None:
             self._open({*anchors, *(place for step in steps for place in by_step[step])})
 
-        chosen = first(lambda t: True) | first(lambda t: t.nonfinite)
+        chosen = first_step(tallies) | first_step(tallies, "nonfinite")
         open_steps(chosen)
         # Whether a step is beyond tolerance is judged where it is opened: the tally only proposes it.
-        proposed = sorted({t.step for t in tallies if t.exceeds} - chosen)
+        proposed = sorted(steps_of(tallies, "exceeds") - chosen)
         if not self._any_exceeds():
             for step in proposed:
                 open_steps([step])
                 if self._any_exceeds():
                     chosen.add(step)
                     break
-                tallies = [t for t in tallies if t.step != step]
-                tallies += [t for t in tallied(self._connection) if t.step == step]
+                tallies = [t.without({step}) for t in tallies]
+                tallies += [t.where(t.among({step})) for t in tallied(self._connection)]
             if proposed:
                 open_steps(chosen)
-        self.tallies = [t for t in tallies if t.step not in chosen]
+        self.tallies = [left for t in tallies if len((left := t.without(chosen)).steps)]
 
     def _anchors(self) -> set[Place]:
         """Each rank's first step, where it must be paired row by row: it is opened beside every other, since what
@@ -293,28 +292,43 @@ class Opening:
                 raise
         with progress("comparing losses and optimizer settings"):
             tallies += self._values_apart(suspects - unpaired, least)
-        return [
-            t for t in tallies if (t.rank, t.step) not in unpaired and self._is_wanted(t)
-        ], unpaired
+        chosen = self._chosen
+        wanted = [t for t in tallies if chosen.wants_link(link_of(t.table, t.point))]
+        if chosen.step is not None:
+            wanted = [t.where(t.steps == chosen.step) for t in wanted]
+        by_rank: dict[int, set[int]] = {}
+        for rank, step in unpaired:
+            by_rank.setdefault(rank, set()).add(step)
+        return [t.without(by_rank.get(t.rank, ())) for t in wanted], unpaired
 
     def _moved_between(self) -> list[Place]:
-        """The steps before which a parameter is not what the step before left, on either side."""
-        sides = " UNION ".join(
-            f"SELECT b.rank, b.step FROM {side}.parameters b LEFT JOIN {side}.parameters a ON a.rank = b.rank "
-            "AND a.root = b.root AND a.parameter_fqn = b.parameter_fqn AND a.step = b.step - 1 AND a.point = 'after' "
-            "WHERE b.point = 'before' AND b.kind = 'parameter' AND b.fingerprint IS DISTINCT FROM a.fingerprint"
-            for side in SIDES
-        )
-        return self._connection.execute(sides).fetchall()
+        """The steps before which a parameter is not what the step before left, on either side.
 
-    def _is_wanted(self, t: Tally) -> bool:
-        chosen = self._chosen
-        return chosen.wants_step(t.step) and chosen.wants_link(link_of(t.table, t.point))
+        The same digest before a step as after the last proves that it is; where buffers come between the parameters,
+        or there is no step before, rows are looked at.
+        """
+        found: list[Place] = []
+        for side in SIDES:
+            places = self._connection.execute(
+                f"SELECT rank, step FROM common ANTI JOIN (SELECT b.rank, b.step FROM {side}.steps b "
+                f"JOIN {side}.steps a ON a.rank = b.rank AND a.step = b.step - 1 "
+                "WHERE a.digest_optimizer = b.digest_parameters) same USING (rank, step)"
+            ).fetchall()
+            before = [(rank, step - 1) for rank, step in places]
+            found += self._connection.execute(
+                f"SELECT DISTINCT b.rank, b.step FROM {side}.parameters b LEFT JOIN (FROM {side}.parameters a "
+                f"WHERE a.point = 'after' AND {within(before, 'a')}) a ON a.rank = b.rank AND a.root = b.root "
+                "AND a.parameter_fqn = b.parameter_fqn AND a.step = b.step - 1 WHERE b.point = 'before' "
+                f"AND b.kind = 'parameter' AND {within(places, 'b')} AND b.fingerprint IS DISTINCT FROM a.fingerprint"
+            ).fetchall()
+        return found
 
     def _values_apart(self, places: set[Place], least: Least) -> list[Tally]:
         """Of the tables without summaries, which have few rows a step, the tallies of all steps."""
         found: list[Tally] = []
         names = [table for table in LINK_TABLES if not table.sides]
+        apart = {t.table: set(self._connection.execute(other_values(t)).fetchall()) for t in names}
+        places = places & {place for own in apart.values() for place in own}
         for portion in _portions(sorted(places), 50_000):
             self._name_opened(portion)
             self._connection.execute(
@@ -322,7 +336,8 @@ class Opening:
                 "SELECT side, rank, step, 0::BIGINT AS first FROM seen SEMI JOIN opened USING (rank, step)"
             )
             for table in names:
-                self._connection.execute(differing(table, self._unread[table.table], portion))
+                own = [place for place in portion if place in apart[table.table]]
+                self._connection.execute(differing(table, self._unread[table.table], own))
             # A loss is judged where its step is open: here by what it is allowed at least.
             self._connection.execute(
                 "UPDATE differing_backward_passes SET exceeds = exceeds OR coalesce(abs(value_b_loss - value_c_loss) > "

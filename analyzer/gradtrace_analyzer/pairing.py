@@ -83,15 +83,14 @@ def opened_places(connection: duckdb.DuckDBPyConnection) -> list[tuple[int, int]
     return connection.execute("SELECT rank, step FROM opened").fetchall()
 
 
-def other_values(table: LinkTable, only_step: int | None = None) -> str:
+def other_values(table: LinkTable, only_step: int | None = None, *, with_names: bool = True) -> str:
     """The (rank, step) whose rows of a table do not have the same values on both sides, in whichever order.
 
-    Fingerprints are in digests; a loss, a learning rate or a hook's name is not. The names of parameters are left
-    out, unless `only_step` is given: they are long, and are the same in every step. (Buckets of another size or
-    order are no difference at all.)
+    Fingerprints are in digests; a loss, a learning rate or a hook's name is not. The names of parameters may be left
+    out: they are long, and are the same in every step. (Buckets of another size or order are no difference at all.)
     """
     key = [k for k in table.key if k != "parameter_fqns"]
-    values = [v for v in table.values if v != "parameter_fqns" or only_step is not None]
+    values = [v for v in table.values if v != "parameter_fqns" or with_names]
     columns = ", ".join(dict.fromkeys(["rank", "step", *key, *values]))
     where = "" if only_step is None else f" WHERE step = {only_step}"
     rows = " UNION ALL ".join(

@@ -34,24 +34,30 @@ PROVEN = frozenset(t.table for t in LINK_TABLES if t.table in _TABLE_OF.values()
 
 def suspects(
     connection: duckdb.DuckDBPyConnection, counts: Mapping[str, Counts]
-) -> dict[Place, set[str]]:
+) -> dict[Place, frozenset[str]]:
     """The steps that may differ, each with the tables in which it may. Reads `common`; `counts` are by side."""
-    found: dict[Place, set[str]] = {}
+    found: dict[Place, frozenset[str]] = {}
+    alike: dict[tuple[bool, ...], frozenset[str]] = {}  # few sets for many steps
     unknown: dict[str, set[Place]] = {}
     for rank, step, *flags in connection.execute(_digests_apart(counts)).fetchall():
         place = (rank, step)
-        for n, link in enumerate(DIGEST_LINKS):
-            if flags[2 * n]:
-                found.setdefault(place, set()).add(_TABLE_OF[link])
-            elif flags[2 * n + 1]:
-                unknown.setdefault(link, set()).add(place)
+        apart = tuple(flags[::2])
+        if apart not in alike:
+            links = zip(DIGEST_LINKS, apart, strict=True)
+            alike[apart] = frozenset(_TABLE_OF[link] for link, is_apart in links if is_apart)
+        if alike[apart]:
+            found[place] = alike[apart]
+        if any(flags[1::2]):
+            for link, is_apart, has_none in zip(DIGEST_LINKS, apart, flags[1::2], strict=True):
+                if has_none and not is_apart:
+                    unknown.setdefault(link, set()).add(place)
     for link, places in unknown.items():
         # A link without rows has no digest, and neither has one of which a row lacks a fingerprint.
         for place in places & _with_rows(connection, link, places):
-            found.setdefault(place, set()).add(_TABLE_OF[link])
+            found[place] = found.get(place, frozenset()) | {_TABLE_OF[link]}
     for table, query in _other_values(connection):
         for place in connection.execute(query).fetchall():
-            found.setdefault(place, set()).add(table)
+            found[place] = found.get(place, frozenset()) | {table}
     return found
 
 
@@ -91,7 +97,7 @@ def _with_rows(connection: duckdb.DuckDBPyConnection, link: str, places: set[Pla
 def _other_values(connection: duckdb.DuckDBPyConnection) -> list[tuple[str, str]]:
     """(table, the query for the steps that do not have the same of its values)."""
     queries = [
-        (table.table, other_values(table))
+        (table.table, other_values(table, with_names=False))
         for table in LINK_TABLES
         if table.values and not table.digested
     ]
