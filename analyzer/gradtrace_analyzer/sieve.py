@@ -13,6 +13,7 @@ opened there, and the spread over steps that are never opened is counted here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ import pyarrow.parquet as pq
 from gradtrace_analyzer.arrays import Array, Side, codes_of, numbers_of, sketches_of, values_of
 from gradtrace_analyzer.least import Judged, Known, beyond_least
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable
-from gradtrace_analyzer.tally import Sieved, Tally
+from gradtrace_analyzer.tally import Sieved, Tally, joined
 from gradtrace_analyzer.tolerance import Least
 from gradtrace_analyzer.whereabouts import whereabouts
 
@@ -62,8 +63,13 @@ def sieved(
             else:
                 _judge(found, table, *blocks, least, moved, known)
     # A step that does not pair in one table is looked at in all.
-    found.tallies = [t for t in found.tallies if t.step not in found.unpaired]
+    by_point = groupby(sorted(found.tallies, key=_point_of), key=_point_of)
+    found.tallies = [joined(list(of_point)).without(found.unpaired) for _, of_point in by_point]
     return found
+
+
+def _point_of(tally: Tally) -> tuple[str, str]:
+    return tally.table, tally.point or ""
 
 
 def _columns(table: LinkTable) -> list[str]:
@@ -178,11 +184,12 @@ def _bounds(group: Any) -> tuple[int, int] | None:
 
 def _chosen(rows: pa.Table, steps: frozenset[int]) -> Iterator[pa.Table]:
     numbers = numbers_of(rows, "step")
-    wanted = np.isin(numbers, np.fromiter(steps, np.int64, len(steps)))
-    if wanted.all():
+    starts = np.flatnonzero(np.r_[True, numbers[1:] != numbers[:-1]])
+    wanted = [step in steps for step in numbers[starts].tolist()]
+    if all(wanted):
         yield rows
-    elif wanted.any():
-        yield rows.filter(pa.array(wanted))
+    elif any(wanted):
+        yield rows.filter(pa.array(np.repeat(wanted, np.diff(np.r_[starts, len(numbers)]))))
 
 
 def _judge(
@@ -236,26 +243,28 @@ def _judge(
         beyond = np.logical_or.reduceat(mine & exceeds, starts)
         apart = np.logical_or.reduceat(mine & nonfinite, starts)
         unmeasured = np.add.reduceat(mine & (errors < 0), starts, dtype=np.int64)
-        is_known = any(t.table == table.table and t.point == point for t in found.tallies)
-        for place in np.flatnonzero(counts).tolist():
-            most = float(largest[place])
-            found.tallies.append(
-                Tally(
-                    found.rank,
-                    table.table,
-                    point,
-                    int(numbers[place]),
-                    int(counts[place]),
-                    most if most >= 0 else None,
-                    bool(beyond[place]),
-                    bool(apart[place]),
-                    int(unmeasured[place]),
-                    # It is asked for where a link begins to differ, and steps come in order.
-                    None if is_known else _first_place(table, a, mine, int(starts[place])),
-                    is_judged=False,
-                )
+        there = np.flatnonzero(counts)
+        if not len(there):
+            continue
+        places = np.full(len(there), None)
+        # It is asked for where a link begins to differ, and steps come in order.
+        if not any(t.table == table.table and t.point == point for t in found.tallies):
+            places[0] = _first_place(table, a, mine, int(starts[there[0]]))
+        found.tallies.append(
+            Tally(
+                found.rank,
+                table.table,
+                point,
+                numbers[there].astype(np.int32),
+                counts[there].astype(np.int32),
+                np.where(largest[there] >= 0, largest[there], np.nan),
+                beyond[there],
+                apart[there],
+                unmeasured[there].astype(np.int32),
+                places,
+                is_judged=False,
             )
-            is_known = True
+        )
 
 
 def _first_place(
@@ -314,5 +323,8 @@ def _equal_rows(a: pa.Table, b: pa.Table, columns: Sequence[str]) -> npt.NDArray
                 equal &= np.fromiter((x == y for x, y in rows), bool, len(a))
         else:
             (of_a, has_a), (of_b, has_b) = values_of(a, name), values_of(b, name)
-            equal &= (has_a == has_b) & ((of_a == of_b) | ~has_a)
+            if a.column(name).null_count or b.column(name).null_count:
+                equal &= (has_a == has_b) & ((of_a == of_b) | ~has_a)
+            else:
+                equal &= of_a == of_b
     return equal
