@@ -202,6 +202,15 @@ class Judgement:
             in ("inputs", "module_calls", "node_events", "gradients", "buckets", "stage_events")
             for role, _ in table.sides
         ]
+        # A module may compute in a format that neither comes in nor goes out: its Nodes' gradients are in it.
+        parts.append(
+            f"SELECT m.rank, m.step, m.place, greatest({roundoff_sql('n.writes_b_dtype')}, "
+            f"{roundoff_sql('n.writes_c_dtype')}) AS unit FROM differing_module_calls m JOIN differing_node_events n "
+            "ON n.rank = m.rank AND n.step = m.step AND n.key_root = m.key_root "
+            "AND n.key_module_fqn = m.key_module_fqn AND n.key_call_index = m.key_call_index "
+            "AND n.key_microbatch = m.key_microbatch "
+            "WHERE m.writes_differs AND m.key_phase = 'forward' AND n.writes_differs AND n.only_in IS NULL"
+        )
         firsts = self._connection.execute(
             "SELECT rank, step, unit, min(place) FROM "
             f"({' UNION ALL '.join(parts)}) WHERE unit > 0 GROUP BY ALL ORDER BY rank, step, min(place)"
