@@ -13,23 +13,15 @@ import duckdb
 from gradtrace_analyzer.footers import Counts
 from gradtrace_analyzer.links import LINK_TABLES
 from gradtrace_analyzer.pairing import SIDES, other_values, within
+from gradtrace_schemas.digests import TABLE_OF
 from gradtrace_schemas.steps import DIGEST_LINKS
 
 Place = tuple[int, int]  # (rank, step)
 
-_TABLE_OF = {
-    "parameters": "parameters",
-    "inputs": "inputs",
-    "forward": "module_calls",
-    "backward": "node_events",
-    "gradients": "gradients",
-    "optimizer": "parameters",
-    "buckets": "buckets",
-}
 _POINT_OF = {"parameters": "before", "optimizer": "after"}
 
 # Tables of which equal digests prove all that is compared: what values they have beside are compared by themselves.
-PROVEN = frozenset(t.table for t in LINK_TABLES if t.table in _TABLE_OF.values() and not t.digested)
+PROVEN = frozenset(t.table for t in LINK_TABLES if t.table in TABLE_OF.values() and not t.digested)
 
 
 def suspects(
@@ -44,7 +36,7 @@ def suspects(
         apart = tuple(flags[::2])
         if apart not in alike:
             links = zip(DIGEST_LINKS, apart, strict=True)
-            alike[apart] = frozenset(_TABLE_OF[link] for link, is_apart in links if is_apart)
+            alike[apart] = frozenset(TABLE_OF[link] for link, is_apart in links if is_apart)
         if alike[apart]:
             found[place] = alike[apart]
         if any(flags[1::2]):
@@ -54,7 +46,7 @@ def suspects(
     for link, places in unknown.items():
         # A link without rows has no digest, and neither has one of which a row lacks a fingerprint.
         for place in places & _with_rows(connection, link, places):
-            found[place] = found.get(place, frozenset()) | {_TABLE_OF[link]}
+            found[place] = found.get(place, frozenset()) | {TABLE_OF[link]}
     for table, query in _other_values(connection):
         for place in connection.execute(query).fetchall():
             found[place] = found.get(place, frozenset()) | {table}
@@ -68,7 +60,7 @@ def _digests_apart(counts: Mapping[str, Counts]) -> str:
     flags = []
     for link, name in zip(DIGEST_LINKS, columns, strict=True):
         flags.append(f"NOT ({some}) OR b.{name} IS DISTINCT FROM c.{name} AS apart_{link}")
-        has_rows = any(of_side.of(_TABLE_OF[link]) for of_side in counts.values())
+        has_rows = any(of_side.of(TABLE_OF[link]) for of_side in counts.values())
         none = f"b.{name} IS NULL AND c.{name} IS NULL" if has_rows else "false"
         flags.append(f"{none} AS none_{link}")
     # A step that one side has no row of, though other tables have, may differ in everything.
@@ -86,7 +78,7 @@ def _digests_apart(counts: Mapping[str, Counts]) -> str:
 
 
 def _with_rows(connection: duckdb.DuckDBPyConnection, link: str, places: set[Place]) -> set[Place]:
-    table = _TABLE_OF[link]
+    table = TABLE_OF[link]
     point = f" AND t.point = '{_POINT_OF[link]}'" if link in _POINT_OF else ""
     union = " UNION ".join(
         f"SELECT rank, step FROM {side}.{table} t WHERE {within(places)}{point}" for side in SIDES

@@ -17,7 +17,8 @@ from gradtrace_schemas.steps import DIGEST_LINKS
 from gradtrace_schemas.summary import STATE_FULL, STATE_NONE, mixed, signed
 
 _SEED = 0x2545F4914F6CDD1D
-_TABLE_OF = {
+# The table whose rows the digest of a link in `steps` is of.
+TABLE_OF = {
     "parameters": "parameters",
     "inputs": "inputs",
     "forward": "module_calls",
@@ -27,7 +28,7 @@ _TABLE_OF = {
     "buckets": "buckets",
 }
 
-DIGESTED_TABLES = tuple(sorted({_TABLE_OF[link] for link in DIGEST_LINKS}))
+DIGESTED_TABLES = tuple(sorted({TABLE_OF[link] for link in DIGEST_LINKS}))
 
 
 class Digests:
@@ -41,7 +42,7 @@ class Digests:
     def take(self, by_table: dict[str, npt.NDArray[Any]], strings: Sequence[str]) -> None:
         """Add these records; write the digests into the records of `steps` among them."""
         for link in DIGEST_LINKS:
-            rows = by_table[_TABLE_OF[link]]
+            rows = by_table[TABLE_OF[link]]
             if link in ("parameters", "optimizer") and len(rows):
                 point = "before" if link == "parameters" else "after"
                 number = strings.index(point) if point in strings else -1

@@ -6,27 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gradtrace_analyzer.tolerance import Rule, epsilon, roundoff
 from gradtrace_schemas.table import NODE_SKETCH_LANES
 from support.commands import asked
+from support.layered import noisy, values
 from support.synthetic import build_run, summary_columns
 
-Array = npt.NDArray[np.float32]
 STEPS = 3
-
-
-def values(seed: int, count: int = 400) -> Array:
-    return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
-
-
-def noisy(array: Array, relative: float, seed: int) -> Array:
-    """The array with an error of this relative size in a random direction."""
-    if relative == 0:
-        return array
-    error = np.random.default_rng(1000 + seed).standard_normal(array.size).astype(np.float32)
-    return array + error * np.float32(relative * np.linalg.norm(array) / np.linalg.norm(error))
 
 
 def run(

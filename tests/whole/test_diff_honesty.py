@@ -16,20 +16,8 @@ from gradtrace_analyzer.compare import compare
 from gradtrace_analyzer.reports.diff_object import as_object
 from gradtrace_analyzer.run import open_run
 from support.recorded import recording
+from support.scale import Scale
 from support.synthetic import build_run, summary_columns
-
-
-class Scale(torch.autograd.Function):
-    """Hands x on; its derivative is `factor`, which ought to be 1."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0] * ctx.factor, None
 
 
 class Act(nn.Module):
