@@ -32,7 +32,7 @@ from gradtrace_analyzer.whereabouts import whereabouts
 SIEVED = tuple(t for t in LINK_TABLES if t.sides)
 
 # Few enough to stay in a processor's cache from being decoded to being judged.
-_ROWS_AT_ONCE = 30_000
+_ROWS_AT_ONCE = 20_000
 
 _STATISTICS = ("fingerprint", "norm", "nan_count", "inf_count", "numel", "dtype", "sketch")
 
