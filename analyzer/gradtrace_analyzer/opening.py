@@ -243,8 +243,6 @@ class Opening:
         """(tallies of the steps that pair by place, the steps that must be paired row by row)."""
         from gradtrace_analyzer.sieve import sieved  # loads what reads Parquet, which few need
 
-        # Arrow's own keeps what it frees: 80 MB more at the peak.
-        pa.set_memory_pool(pa.system_memory_pool())
         steps: dict[int, set[int]] = {}
         for rank, step in suspects:
             steps.setdefault(rank, set()).add(step)
@@ -290,6 +288,7 @@ class Opening:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        pa.default_memory_pool().release_unused()
         with progress("comparing losses and optimizer settings"):
             tallies += self._values_apart(suspects - unpaired, least)
         chosen = self._chosen

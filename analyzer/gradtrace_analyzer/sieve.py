@@ -27,6 +27,7 @@ from gradtrace_analyzer.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.tally import Sieved, Tally, joined
 from gradtrace_analyzer.tolerance import Least
 from gradtrace_analyzer.whereabouts import whereabouts
+from gradtrace_schemas import TABLES
 
 # Those with summaries; the others are few rows, whose values are compared where they lie.
 # Parameters come last: what they may differ by after the optimizer hangs on the errors of their gradients.
@@ -35,7 +36,7 @@ SIEVED = tuple(
 )
 
 # Few enough to stay in a processor's cache from being decoded to being judged.
-_ROWS_AT_ONCE = 30_000
+_ROWS_AT_ONCE = 20_000
 
 _STATISTICS = ("fingerprint", "norm", "nan_count", "inf_count", "numel", "dtype", "sketch")
 
@@ -90,7 +91,7 @@ def _blocks(
     table: LinkTable, sides: tuple[Sequence[str], Sequence[str]], steps: frozenset[int]
 ) -> Iterator[tuple[set[int], tuple[pa.Table, pa.Table] | None]]:
     """Both sides' rows of the same whole steps, in turn; without rows where their numbers are not the same."""
-    readers = [_whole_steps(_columns(table), paths, steps, table.kinds) for paths in sides]
+    readers = [_whole_steps(table, paths, steps) for paths in sides]
     held: list[pa.Table | None] = [next(reader, None) for reader in readers]
     while held[0] is not None or held[1] is not None:
         a, b = held
@@ -126,16 +127,17 @@ def _same_steps(
 
 
 def _whole_steps(
-    columns: Sequence[str], paths: Sequence[str], steps: frozenset[int], kinds: Sequence[str] = ()
+    table: LinkTable, paths: Sequence[str], steps: frozenset[int]
 ) -> Iterator[pa.Table]:
     """The rows of these steps, in tables that end where a step does; steps go up within a rank's parts."""
+    columns, kinds = _columns(table), table.kinds
+    types = TABLES[table.table].arrow_schema
+    texts = [name for name in columns if pa.types.is_string(types.field(name).type)]
     rest: pa.Table | None = None
     for path in paths:
-        with pq.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            names = [name for name in columns if name in schema.names]
-            texts = [n for n in names if pa.types.is_string(schema.field(n).type)]
         with pq.ParquetFile(path, read_dictionary=texts) as file:
+            held = file.schema_arrow.names
+            names = [name for name in columns if name in held]
             groups = [
                 number
                 for number in range(file.num_row_groups)
