@@ -59,6 +59,7 @@ class Alignment:
         self._chosen = chosen or Chosen()
         self._judgement = judgement
         self._last: tuple[int, list[Difference]] | None = None
+        self._crowd = 0
         self._modules: tuple[int, dict[tuple[int, int], set[str]]] | None = None
         self._unread = {
             table.table: ", ".join(str(rank) for name, rank in unread if name == table.table)
@@ -191,7 +192,7 @@ class Alignment:
         if self._last is not None and self._last[0] == step:
             return self._last[1]
         found: list[Difference] = []
-        crowd = sum(
+        crowd = self._crowd = sum(
             self._number(f"SELECT count(*) FROM differing_{table.table} WHERE step = ?", [step])
             for table in LINK_TABLES
         )
@@ -214,6 +215,10 @@ class Alignment:
         found.sort(key=lambda d: (d.rank, d.order))
         self._last = (step, found)
         return found
+
+    def left_out(self, step: int) -> int:
+        """How many differences that step has beyond those of `differences_at`."""
+        return max(0, -len(self.differences_at(step)) + self._crowd)
 
     def equal_before(self, difference: Difference) -> int:
         """How many rows of its table and kind (class of Node or module) the rank had before it in that step, all

@@ -38,6 +38,7 @@ from gradtrace_analyzer.notes import (
     compared_with_itself,
     counted_only,
     deaths_of,
+    partly_followed,
     rng_notes,
 )
 from gradtrace_analyzer.opening import Reading
@@ -217,6 +218,7 @@ def _compared(
                 *notes,
                 *counted_only(structure, judgement.aside, alignment.counted_steps),
                 *([] if stages is None else [stages.note()]),
+                *(partly_followed(alignment, origins) if sums is None else ()),
                 *abandoned(alignment, origins),
                 *(() if is_undone else died),
                 *(

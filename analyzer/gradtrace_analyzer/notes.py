@@ -30,6 +30,16 @@ def counted_only(structure: Structure, aside: Sequence[Aside], count: int) -> li
     ]
 
 
+def partly_followed(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
+    """That a step holds more differences than were followed, so that what an origin hands on is counted too low."""
+    count = alignment.left_out(origins[0].step) if origins else 0
+    if not count:
+        return []
+    return [
+        f"{count:,} more rows differ in that step than were followed; what is inherited is counted without them."
+    ]
+
+
 def abandoned(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
     """That one side gave up a forward where the other went on, for what it alone has."""
     for origin in origins:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import gradtrace_analyzer.align as align
 import gradtrace_analyzer.opening as opening
 import gradtrace_analyzer.pairing as pairing
 from gradtrace_analyzer.compare import compare
@@ -34,8 +35,8 @@ def changed(folder: Path, baseline: Path, change: Change) -> Path:
     return build_large(folder / change.replace(" ", "-"), SIZES, change, like=baseline)
 
 
-def answer(baseline: Path, candidate: Path) -> dict[str, Any]:
-    found = as_object(compare(open_run(baseline), open_run(candidate)))
+def answer(baseline: Path, candidate: Path, *, exact: bool = False) -> dict[str, Any]:
+    found = as_object(compare(open_run(baseline), open_run(candidate), exact=exact))
     told: dict[str, Any] = json.loads(json_text(found))
     return told
 
@@ -80,6 +81,18 @@ def test_order_of_rows_within_a_step_changes_no_answer(
     monkeypatch.setattr(opening, "MOST_ROWS", 0)
     assert answer(baseline, turned) == opened
     assert opened["first_divergence"]["step"] == SIZES.steps // 2
+
+
+def test_more_differences_than_are_followed_are_told(
+    folder: Path, baseline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidate = changed(folder, baseline, "noise")
+    said = "more rows differ in that step than were followed"
+    whole = answer(baseline, candidate, exact=True)
+    monkeypatch.setattr(align, "MOST_DIFFERENCES", 1)
+    partial = answer(baseline, candidate, exact=True)
+    assert said in partial["explanation"] and said not in whole["explanation"]
+    assert partial["first_divergence"]["node_name"] == whole["first_divergence"]["node_name"]
 
 
 def test_one_event_opens_one_step_of_one_rank(
