@@ -10,7 +10,8 @@ import duckdb
 from gradtrace_analyzer.circumstances import Circumstances, circumstances
 from gradtrace_analyzer.cover import Cover
 from gradtrace_analyzer.dataflow import Dataflow, dataflow
-from gradtrace_analyzer.differences import Difference
+from gradtrace_analyzer.differences import Change, Difference
+from gradtrace_analyzer.node_gradients import node_gradients
 from gradtrace_analyzer.passages import Passage, passages
 from gradtrace_analyzer.unused import unused_forwards
 
@@ -81,6 +82,10 @@ class Surroundings:
             for side in ("baseline", "candidate")
         )
         return self._connection.execute(union).fetchall()
+
+    def node_gradients(self, d: Difference, direction: str) -> tuple[list[Change | None], int, int]:
+        """The gradients into or out of a Node by position, and their count on both sides."""
+        return node_gradients(self._connection, d, direction)
 
     def unused_forwards(self) -> dict[int, list[tuple[float, float]]]:
         """By rank, the stretches of the step that hold a forward which no backward pass followed."""
