@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradtrace_analyzer.diff import Origin
-from gradtrace_analyzer.differences import Change
+from gradtrace_analyzer.differences import LENGTHS, Change
 
 
 def bucket_phrase(origin: Origin) -> str:
@@ -52,7 +52,7 @@ def _distance(change: Change, origin: Origin) -> str:
     if change.error == 0:
         return "differs in bits that its norm, sum and sketch do not show"
     ratio: float = change.candidate["norm"] / (change.baseline["norm"] or 1.0)
-    if change.told_by in ("length", "steady"):
+    if change.told_by in LENGTHS:
         before = _lengths(origin.difference.reads)
         return f"differs by {change.error:.1e} (of what came in it is {ratio / before:.4g} times as much)"
     larger = f" (its norm is {ratio:.3g} times the baseline's)" if ratio > 3 else ""

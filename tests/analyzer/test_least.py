@@ -1,0 +1,92 @@
+"""The sieve's least tolerances are never looser than what the rule allows once a step is open."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradtrace_analyzer.align import Alignment
+from gradtrace_analyzer.database import connect_pair
+from gradtrace_analyzer.footers import row_counts
+from gradtrace_analyzer.judgement import Judgement
+from gradtrace_analyzer.links import LINK_TABLES
+from gradtrace_analyzer.opening import Reading
+from gradtrace_analyzer.run import open_run
+from gradtrace_analyzer.sieve import sieved
+from support.layered import layered_run
+
+Place = tuple[str, str | None, int]  # table, point, step
+
+STEPS = 8
+# Errors from far below to far above what is allowed, step by step, so that every bound lies between two of them.
+RISING = [1e-8 * 3.0**n for n in range(STEPS)]
+
+CASES: dict[str, dict[str, Any]] = {
+    "outputs": {"forward": RISING, "backward": 1e-9},
+    "gradients": {"backward": [4 * r for r in RISING]},
+    "both": {"forward": RISING, "backward": RISING[::-1]},
+    "lengths": {"backward": 1e-8, "times": {(s, "layer1"): 1 + RISING[s] for s in range(STEPS)}},
+    "parameters": {"drift": RISING, "optimizer": "AdamW"},
+    "updates with Adam": {"drift": [5 * r**0.5 for r in RISING], "backward": RISING, "optimizer": "AdamW"},
+    "updates with SGD": {"drift": [5 * r for r in RISING], "backward": RISING, "optimizer": "SGD"},
+    "half precision": {
+        "forward": [500 * r for r in RISING], "backward": [2000 * r for r in RISING], "dtype": "float16",
+    },
+}  # fmt: skip
+
+
+def exceeding(a: Path, b: Path, scale: float) -> tuple[set[Place], set[Place]]:
+    """(what exceeds once all steps are open, what the sieve proposes)."""
+    runs = {"baseline": open_run(a), "candidate": open_run(b)}
+    with contextlib.closing(connect_pair(runs["baseline"], runs["candidate"])) as connection:
+        judgement = Judgement(connection, runs, scale=scale)
+        counts = {side: row_counts(connection, run) for side, run in runs.items()}
+        reading = Reading(runs, counts)
+        Alignment(connection, reading, [0], judgement=judgement)
+        found: set[Place] = set()
+        for table in LINK_TABLES:
+            if table.sides:
+                point = "key_point" if "point" in table.key else "NULL"
+                found |= {
+                    (table.table, *row)
+                    for row in connection.execute(
+                        f"SELECT DISTINCT {point}, step FROM differing_{table.table} WHERE exceeds "
+                        "AND told_by IS DISTINCT FROM 'steady'"
+                    ).fetchall()
+                }
+        parts = {
+            table.table: (
+                reading.paths("baseline", table.table, 0),
+                reading.paths("candidate", table.table, 0),
+            )
+            for table in LINK_TABLES
+        }
+        least = judgement.least()
+    # Each step but the first is given what the one before left.
+    proposed = sieved(0, parts, frozenset(range(STEPS)), least, frozenset([0]))
+    assert not proposed.unpaired
+    return found, {(t.table, t.point, t.step) for t in proposed.tallies if t.exceeds}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_exceeds_was_proposed_and_not_every_step_is(case: str, tmp_path: Path) -> None:
+    kind = CASES[case]
+    same = {key: kind[key] for key in ("dtype", "optimizer") if key in kind}
+    a = layered_run(tmp_path / "a", steps=STEPS, **same)
+    b = layered_run(tmp_path / "b", steps=STEPS, **kind)
+    for scale in (0.5, 1.0, 2.0):
+        found, proposed = exceeding(a, b, scale)
+        assert found <= proposed
+        assert found, "nothing lies beyond its bound: the case proves nothing"
+        assert len({step for *_, step in proposed}) < STEPS, "nothing lies within it"
+
+
+def test_noise_with_adam_opens_no_step(tmp_path: Path) -> None:
+    """A gradient's rounding turns the sign of some updates: as much of them as its root."""
+    a = layered_run(tmp_path / "a", steps=STEPS, optimizer="AdamW")
+    drift = [0.0, *[1.5e-3] * (STEPS - 1)]
+    b = layered_run(tmp_path / "b", steps=STEPS, optimizer="AdamW", backward=1e-6, drift=drift)
+    assert exceeding(a, b, 1.0) == (set(), set())
