@@ -77,7 +77,7 @@ def test_what_a_repeat_shows_is_allowed_four_times_and_no_more(
 
 
 def test_noise_grows_over_the_steps_and_is_not_forgotten(baseline: Path, tmp_path: Path) -> None:
-    late = layered_run(tmp_path / "late", forward=[1e-6, 1e-6, 1e-4], backward=1e-6, seed=10)
+    late = layered_run(tmp_path / "late", forward=[1e-6, 0, 1e-4], backward=1e-6, seed=10)
     early = layered_run(tmp_path / "early", forward=[1e-4, 1e-6, 1e-6], backward=1e-6, seed=10)
     at_last = layered_run(tmp_path / "b", forward=[1e-6, 1e-6, 2e-4], backward=1e-6, seed=30)
     before = layered_run(tmp_path / "c", forward=[1e-6, 2e-4, 2e-4], backward=1e-6, seed=30)
