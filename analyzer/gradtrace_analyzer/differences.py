@@ -11,6 +11,9 @@ from typing import Any
 from gradtrace_analyzer.links import LinkTable, link_of
 from gradtrace_analyzer.pairing import STATISTICS
 
+# What tells that a value is too long or too short (`Change.told_by`): more than rounding makes it, or each time alike.
+LENGTHS = ("length", "steady")
+
 
 @dataclass(frozen=True)
 class Change:

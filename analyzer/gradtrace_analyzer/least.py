@@ -213,6 +213,9 @@ def _parameters(
     places = np.empty(len(order), np.int64)
     places[order] = np.arange(len(order))
     before = order[np.maximum(places - 1, 0)]
+    after_it = order[np.minimum(places + 1, len(order) - 1)]
+    # What the optimizer leaves is judged there: only a statistic has no row after it.
+    far &= ~(is_after[after_it] & (fqns[after_it] == fqns) & (steps[after_it] == steps))
     paired = is_after & ~is_after[before] & (fqns[before] == fqns) & (steps[before] == steps)
     paired &= numbers_of(rows, "root")[before] == numbers_of(rows, "root")
     change = one.error * one.larger

@@ -64,7 +64,7 @@ def unscale(connection: duckdb.DuckDBPyConnection) -> list[Scaled]:
         "FILTER (key_point = 'final'), 1) AS final FROM differing_gradients WHERE only_in IS NULL GROUP BY ALL) "
         f"SELECT rank, step, factor FROM powers JOIN points USING (rank, step) {stepped} "
         # Where a fault left no gradient at all nothing tells, but that losses are no powers of two by themselves.
-        "WHERE coalesce(abs(local / factor / nullif(final, 0) - 1) < 0.2, local = 0)"
+        "WHERE local = 0 OR abs(local / factor / nullif(final, 0) - 1) < 0.2"
     )
     found = connection.execute(
         "SELECT factor, min(step), count(DISTINCT step) FROM scaling GROUP BY ALL ORDER BY 2"

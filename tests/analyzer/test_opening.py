@@ -17,6 +17,7 @@ from gradtrace_analyzer.reports.tables import json_text
 from gradtrace_analyzer.run import open_run
 from gradtrace_schemas import TABLES
 from support.large import Change, Sizes, build_large
+from support.synthetic import build_run
 
 SIZES = Sizes(ranks=2, steps=6, nodes=40, modules=6, parts=2)
 
@@ -93,6 +94,18 @@ def test_more_differences_than_are_followed_are_told(
     partial = answer(baseline, candidate, exact=True)
     assert said in partial["explanation"] and said not in whole["explanation"]
     assert partial["first_divergence"]["node_name"] == whole["first_divergence"]["node_name"]
+
+
+def test_link_without_a_digest_on_both_sides_is_compared(tmp_path: Path) -> None:
+    """A row without a fingerprint leaves its link no digest: that nothing tells is no proof of being equal."""
+    summary = {"grad_input_norm": 1.0, "grad_input_numel": 4, "grad_input_dtype": "float32"}
+    nodes = [{"event_index": 0, "node_name": "MulBackward0", **summary}]
+    others = [nodes[0] | {"grad_input_norm": 3.0}]
+    steps = [{"digest_forward": 7}]
+    for name, rows in (("a", nodes), ("b", others)):
+        build_run(tmp_path / name, {"steps": steps, "node_events": rows})
+    found = answer(tmp_path / "a", tmp_path / "b")
+    assert found["first_divergence"]["node_name"] == "MulBackward0", found["explanation"]
 
 
 def test_one_event_opens_one_step_of_one_rank(

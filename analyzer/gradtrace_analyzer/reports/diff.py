@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradtrace_analyzer.diff import Answer, Origin
-from gradtrace_analyzer.differences import Change
+from gradtrace_analyzer.differences import LENGTHS, Change
 from gradtrace_analyzer.noise import SCATTER
 from gradtrace_analyzer.reports.cover import caveats, compared, extent, lacking, stages_phrase
 from gradtrace_analyzer.reports.inheritance import (
@@ -18,6 +18,7 @@ from gradtrace_analyzer.reports.inheritance import (
 )
 from gradtrace_analyzer.reports.origins import (
     failure_clause,
+    length_words,
     nonfinite_sentence,
     origin_sentence,
     repeated_sentence,
@@ -82,7 +83,8 @@ def explanation(answer: Answer) -> str:
     if answer.first_bits is not None:
         bits = answer.first_bits
         said += f" (The first bits differ in step {bits.step}, {ranks_phrase(bits.ranks)}, at {place_of(bits)}.)"
-    said += _tolerance_here(answer) if "would explain" not in said else ""
+    is_told = "would explain" in said or "time after time" in said
+    said += _tolerance_here(answer) if not is_told else ""
     if answer.sums is not None:
         said += f" {answer.sums.words()}"
     if answer.causes:
@@ -122,8 +124,8 @@ def _tolerance_here(answer: Answer) -> str:
         return ""
     if not measured and answer.first_bits is None and answer.sums is None:
         return ""
-    if change.told_by in ("length", "steady"):
-        return ""
+    if change.told_by in LENGTHS:
+        return f" {_sentence(length_words(change))}."
     return f" {_sentence(_explained(change, answer))}."
 
 

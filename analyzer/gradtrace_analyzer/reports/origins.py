@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradtrace_analyzer.diff import Answer, Origin
+from gradtrace_analyzer.differences import LENGTHS, Change
 from gradtrace_analyzer.failures import Failure
 from gradtrace_analyzer.noise import SCATTER
 from gradtrace_analyzer.repeated import Repeated
@@ -246,13 +247,18 @@ def _rounding(origin: Origin) -> str:
     change = origin.change
     if change is None or change.error is None or not change.tolerance:
         return ""
-    if change.told_by == "steady":
-        return "; it is that much longer time after time, and rounding is never the same twice"
-    if change.told_by == "length":
-        return f"; rounding would explain that it is longer or shorter by {change.tolerance:.1e}"
+    if change.told_by in LENGTHS:
+        return f"; {length_words(change)}"
     if change.noise is not None:
         return f"; noise here is {change.tolerance / SCATTER:.0e}, which would explain {change.tolerance:.1e}"
     return f"; rounding would explain {change.tolerance:.1e}"
+
+
+def length_words(change: Change) -> str:
+    """Why a length is too large or too small, where its direction is what rounding may make of it."""
+    if change.told_by == "steady":
+        return "it is that much longer or shorter time after time, and rounding is never the same twice"
+    return f"rounding would explain that it is longer or shorter by {change.tolerance:.1e}"
 
 
 def _again(origin: Origin) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradtrace_analyzer.diff import Origin
-from gradtrace_analyzer.differences import Change
+from gradtrace_analyzer.differences import LENGTHS, Change
 
 
 def bucket_phrase(origin: Origin) -> str:
@@ -45,7 +45,7 @@ def _distance(origin: Origin, change: Change) -> str:
     if change.error == 0:
         return "differs in bits that its norm, sum and sketch do not show"
     ratio: float = change.candidate["norm"] / (change.baseline["norm"] or 1.0)
-    if change.told_by in ("length", "steady"):
+    if change.told_by in LENGTHS:
         longer = ratio / _ratio(origin.difference.reads)
         return f"has {longer:.4g} times the baseline's norm, given what comes in"
     larger = f" (its norm is {ratio:.3g} times the baseline's)" if ratio > 3 else ""
