@@ -15,6 +15,7 @@ import duckdb
 from gradtrace_analyzer.gains import GAIN, MANY, SEEN_GAINS, find_steady, write_usual
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.noise import Noise, Repeats
+from gradtrace_analyzer.pairing import opened_places, within
 from gradtrace_analyzer.rewritten import Aside, Scaled, set_aside, unscale
 from gradtrace_analyzer.run import Run
 from gradtrace_analyzer.tolerance import DECISIVE, PRECISIONS, Least, Rule, roundoff, roundoff_sql
@@ -266,6 +267,7 @@ class Judgement:
     def _arriving(self) -> None:
         """`arriving`: the largest gradient that reaches a module's Nodes, what its parameters' gradients are summed
         from; and `cancelling`: by how much normalisations so far may have amplified relative errors."""
+        here = within(opened_places(self._connection))
         norm = "greatest(reads_b_norm, reads_c_norm)"
         out = "greatest(writes_b_norm, writes_c_norm)"
         self._connection.execute(
@@ -276,8 +278,8 @@ class Judgement:
         self._connection.execute(
             "CREATE OR REPLACE TEMP TABLE cancelling AS WITH calls AS ("
             "SELECT rank, step, root, module_fqn, call_index, "
-            "max(sqrt(input_numel) / nullif(input_norm, 0)) AS gain FROM baseline.module_calls "
-            "SEMI JOIN opened USING (rank, step) WHERE phase = 'forward' GROUP BY ALL), "
+            "max(sqrt(input_numel) / nullif(input_norm, 0)) AS gain FROM baseline.module_calls t "
+            f"SEMI JOIN opened USING (rank, step) WHERE phase = 'forward' AND {here} GROUP BY ALL), "
             f"shares AS (SELECT d.rank, d.step, d.place, least(greatest(1, {norm} * c.gain / nullif({out}, 0)), "
             f"{_MOST_AMPLIFIED}) AS share FROM differing_node_events d JOIN calls c ON c.rank = d.rank "
             "AND c.step = d.step AND c.root = d.key_root AND c.module_fqn = d.key_module_fqn "
@@ -304,10 +306,11 @@ class Judgement:
 
     def _replays(self) -> None:
         """`unsteady`: by how much Nodes so far disagreed with themselves when they were run again, on either side."""
+        here = within(opened_places(self._connection), "n")
         sides = " UNION ALL ".join(
             "SELECT n.rank, n.step, n.record_index - s.first AS place, n.replay_error AS error "
             f"FROM {side}.node_events n SEMI JOIN opened USING (rank, step) JOIN step_start s ON s.rank = n.rank "
-            f"AND s.step = n.step AND s.side = '{side}' WHERE NOT n.replay_equal AND n.replay_error > 0"
+            f"AND s.step = n.step AND s.side = '{side}' WHERE NOT n.replay_equal AND n.replay_error > 0 AND {here}"
             for side in ("baseline", "candidate")
         )
         self._connection.execute(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import duckdb
 
+from gradtrace_analyzer.pairing import SIDES, opened_places, within
+
 # Nodes that exist to convert between dtypes, which is what mixed precision is.
 _CASTS = "('ToCopyBackward0')"
 
@@ -48,10 +50,12 @@ def unscale(connection: duckdb.DuckDBPyConnection) -> list[Scaled]:
     the final ones do (in the median over the parameters: a fault changes both). Where no optimizer was recorded to have
     seen the gradients nothing tells a scale from a fault.
     """
+    if not _any(connection, "differing_backward_passes"):
+        return []
+    here = within(opened_places(connection))
     stepped = " ".join(
-        f"SEMI JOIN (SELECT rank, step FROM {side}.gradients SEMI JOIN opened USING (rank, step) "
-        "WHERE point = 'final') USING (rank, step)"
-        for side in ("baseline", "candidate")
+        f"SEMI JOIN (FROM {side}.gradients t WHERE {here} AND point = 'final') USING (rank, step)"
+        for side in SIDES
     )
     connection.execute(
         "CREATE OR REPLACE TEMP TABLE scaling AS WITH losses AS ("
@@ -106,9 +110,15 @@ def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False
     alone in such a step; and where they are casts or recomputed forwards (`known_only`: these alone), or lie in a
     module of which the other side runs compiled code in that step.
     """
+    lone = [
+        t
+        for t in ("node_events", "module_calls")
+        if _any(connection, f"differing_{t} WHERE only_in IS NOT NULL")
+    ]
+    here = within(opened_places(connection)) if lone else "false"
     connection.execute(
-        "CREATE OR REPLACE TEMP TABLE anchored AS SELECT DISTINCT rank, step FROM baseline.gradients "
-        "SEMI JOIN opened USING (rank, step) WHERE point = 'final' EXCEPT "
+        "CREATE OR REPLACE TEMP TABLE anchored AS SELECT DISTINCT rank, step FROM baseline.gradients t "
+        f"SEMI JOIN opened USING (rank, step) WHERE point = 'final' AND {here} EXCEPT "
         "(SELECT rank, step FROM differing_gradients WHERE key_point = 'final' AND (beyond OR only_in IS NOT NULL) "
         "UNION SELECT rank, step FROM differing_backward_passes WHERE beyond OR only_in IS NOT NULL "
         "UNION SELECT rank, step FROM differing_parameters WHERE only_in IS NOT NULL)"
@@ -132,8 +142,7 @@ def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False
         )
         if known_only:
             condition = f"d.only_in IS NOT NULL AND ({known})"
-        alone = f"SELECT 1 FROM differing_{table} WHERE only_in IS NOT NULL LIMIT 1"
-        if connection.execute(alone).fetchone() is None:
+        if table not in lone:
             continue
         connection.execute(
             f"CREATE OR REPLACE TEMP TABLE aside AS SELECT d.rowid AS id FROM differing_{table} d WHERE {condition}"
@@ -154,6 +163,10 @@ def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False
         found.append(Aside("optimizer kernel", "fused or foreach", "both", kernels[1]))
         connection.execute("DELETE FROM differing_optimizer_groups WHERE NOT exceeds")
     return found
+
+
+def _any(connection: duckdb.DuckDBPyConnection, rows: str) -> bool:
+    return connection.execute(f"SELECT 1 FROM {rows} LIMIT 1").fetchone() is not None
 
 
 def _in_compiled() -> str:
