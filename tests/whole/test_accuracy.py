@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.accuracy.divided import MODES, run_divided
-from support.accuracy.measuring import Case, Laboratory, Outcome
+from support.accuracy.measuring import Case, Laboratory
 from support.accuracy.training import CHANGES
 
 # One family for each change, so that all families and all changes are there.
