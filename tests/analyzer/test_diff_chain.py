@@ -133,11 +133,12 @@ def test_two_faults_are_two_origins_unless_one_hides_the_other(jobs: Jobs) -> No
         must_be_found(*jobs.diff(faults, ranks))
 
 
+# In portions: all together may take longer on a busy machine than one test is given.
 @pytest.mark.slow
-def test_every_single_fault_and_many_pairs(jobs: Jobs) -> None:
-    for place in PLACES:
-        must_be_found(*jobs.diff({Fault(0, place)}, 3))
-    for ranks, faults in drawn(60, seed=8):
+@pytest.mark.parametrize("portion", range(8))
+def test_every_single_fault_and_many_pairs(portion: int, jobs: Jobs) -> None:
+    cases = [(3, {Fault(0, place)}) for place in PLACES] + drawn(60, seed=8)
+    for ranks, faults in cases[portion::8]:
         must_be_found(*jobs.diff(faults, ranks))
 
 

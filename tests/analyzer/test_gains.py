@@ -19,6 +19,7 @@ def test_factor_beyond_what_other_nodes_lengthen_is_found(tmp_path: Path) -> Non
     a = layered_run(tmp_path / "a", layers=8, dtype="bfloat16")
     noise: dict[str, Any] = {
         "layers": 8, "dtype": "bfloat16", "forward": 3e-3, "backward": 3e-3, "lengthens": 3e-4,
+        "drift": [0, 1e-6, 1e-6],
     }  # fmt: skip
     for times, code in ((1.003, 0), (1.01, 1)):
         fault = {(1, "layer2"): times}

@@ -118,7 +118,7 @@ def test_noise_of_a_module_is_found_under_its_new_name(baseline: Path, tmp_path:
 def test_repeat_of_any_size_gives_the_same_answer(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = Sizes(ranks=2, steps=6, nodes=40, modules=6, parts=2)
+    sizes = Sizes(ranks=1, steps=4, nodes=20, modules=4, parts=2)
     a = build_large(folder / "large", sizes)
     repeat = build_large(folder / "large-repeat", sizes, "noise", like=a)
     bug = build_large(folder / "large-bug", sizes, "bug", like=a)

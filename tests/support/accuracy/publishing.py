@@ -85,7 +85,7 @@ module, from one of the first {steps} steps on. Nothing but the two recordings i
 declared (`--precision fp8`), since no dtype tells it.
 
 - **at the Node**: step, module and Node are those of the fault. **In the module**: step right, and the module, one
-  inside it or the one around it. **Elsewhere**: a difference was reported, of another place.
+  inside it or the one around it. **Elsewhere**: a difference was reported, of another place or step.
 - A sound run is a false alarm when the verdict is `different`.
 - Tolerances follow from dtype, sums, depth and the noise that a step shows (see the docstring of `tolerance.py`); no
   `--noise` run was given. With one they are narrower.
