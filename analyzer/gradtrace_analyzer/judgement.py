@@ -88,8 +88,9 @@ class Judgement:
                 self._connection.execute(f"ALTER TABLE {name} ADD COLUMN {role}_tolerance DOUBLE")
             self._connection.execute(
                 f"ALTER TABLE {name} ADD COLUMN noise VARCHAR; ALTER TABLE {name} ADD COLUMN told_by VARCHAR;"
-                f"ALTER TABLE {name} ADD COLUMN given BOOLEAN; UPDATE {name} SET given = exceeds;"
-                f"ALTER TABLE {name} ADD COLUMN beyond BOOLEAN DEFAULT false"
+                f"ALTER TABLE {name} ADD COLUMN given BOOLEAN; ALTER TABLE {name} ADD COLUMN beyond BOOLEAN;"
+                # What is no summary (a setting, a row of one side) has no tolerance: it counts as it is.
+                f"UPDATE {name} SET given = exceeds, beyond = exceeds"
             )
         self.scaled = unscale(self._connection)
         self._growth()

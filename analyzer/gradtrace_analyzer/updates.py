@@ -90,7 +90,9 @@ def judge_given(connection: duckdb.DuckDBPyConnection, rule: Rule, scale: float)
     # What the last step left is judged there: here only what changed since. Buffers, which the forward
     # changes, have no row after the optimizer: statistics are held against a far wider tolerance.
     places = opened_places(connection)
-    before = [(rank, step - 1) for rank, step in places]
+    # Only of a step that was compared: `--at` looks at one alone, and what it was given may differ by anything.
+    compared = set(connection.execute("SELECT rank, step FROM common").fetchall())
+    before = [(rank, step - 1) for rank, step in places if (rank, step - 1) in compared]
     handed_on = " UNION ALL ".join(
         "SELECT b.rank, b.step, b.root, b.parameter_fqn, "
         f"{side == 'baseline'} AND b.kind = 'buffer' AS is_buffer, "
