@@ -7,21 +7,22 @@ link table; Python sees only the rows of one step.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import duckdb
 
 from gradtrace_analyzer.chosen import Chosen
-from gradtrace_analyzer.differences import Change, Difference, changed_gradient, difference
+from gradtrace_analyzer.differences import Difference, differences
 from gradtrace_analyzer.excuses import excuse
 from gradtrace_analyzer.failures import Failure, one_sided_failures
 from gradtrace_analyzer.judgement import Judgement
 from gradtrace_analyzer.links import LINK_TABLES, LINKS
 from gradtrace_analyzer.opening import Opening, Reading
-from gradtrace_analyzer.pairing import SIDES, STATISTICS
+from gradtrace_analyzer.pairing import SIDES
 from gradtrace_analyzer.stage_edges import StageEdges, stage_edges
 from gradtrace_analyzer.structure import Parts, Structure, structure_of
-from gradtrace_analyzer.tally import merged_spread
+from gradtrace_analyzer.tally import merged_spread, steps_of
 from gradtrace_analyzer.whereabouts import whereabouts_sql
 
 # Rows of one step that are looked at one by one. Where more differ, of each rank and table the first ones are, in
@@ -58,6 +59,7 @@ class Alignment:
         self._chosen = chosen or Chosen()
         self._judgement = judgement
         self._last: tuple[int, list[Difference]] | None = None
+        self._modules: tuple[int, dict[tuple[int, int], set[str]]] | None = None
         self._unread = {
             table.table: ", ".join(str(rank) for name, rank in unread if name == table.table)
             for table in LINK_TABLES
@@ -80,8 +82,8 @@ class Alignment:
             least=None if judgement is None else judgement.least,
         )
 
-    def _clean(self) -> None:
-        """Take out of the `differing_` tables what is no difference."""
+    def _clean(self, is_whole: bool) -> None:
+        """Take out of the `differing_` tables what is no difference; `is_whole` as in `Opening`."""
         connection = self._connection
         for table in LINK_TABLES:
             for *place, count in connection.execute(
@@ -96,7 +98,12 @@ class Alignment:
             # Casts and forwards that run again are no other code; what else changes nothing is told with the code.
             judgement.set_aside(known=True)
         if self._tells_structure:
-            self.structure = structure_of(connection, self._parts, self._all_failures())
+            self.structure = structure_of(
+                connection,
+                self._parts,
+                self._all_failures(),
+                proves_names=is_whole and self._reading.has_same_names,
+            )
         if judgement is not None:
             judgement.set_aside(known=False)
         # What changed code is can be told from all that differs alone: what was not asked for goes afterwards.
@@ -108,7 +115,7 @@ class Alignment:
     @property
     def counted_steps(self) -> int:
         """How many of the steps that differ are not opened, but only counted."""
-        return len({t.step for t in self._opening.tallies})
+        return len(steps_of(self._opening.tallies))
 
     def steps(self) -> dict[str, dict[int, list[int]]]:
         """Each rank's steps by where they were seen: `both`, `baseline`, `candidate` alone."""
@@ -203,9 +210,7 @@ class Alignment:
                 [step],
             )
             names = [column[0] for column in cursor.description or ()]
-            found += [
-                difference(table, dict(zip(names, row, strict=True))) for row in cursor.fetchall()
-            ]
+            found += differences(table, names, cursor.fetchall())
         found.sort(key=lambda d: (d.rank, d.order))
         self._last = (step, found)
         return found
@@ -256,20 +261,38 @@ class Alignment:
 
     def rng_to_blame(self, step: int) -> set[int]:
         """Ranks whose random generator stood elsewhere at this step's first forward, and at none before."""
-        rows = self._connection.execute(
-            "SELECT rank, min(step) FROM baseline.steps b JOIN candidate.steps c USING (rank, step) "
-            "WHERE b.rng_fingerprint <> c.rng_fingerprint GROUP BY rank"
-        ).fetchall()
-        return {rank for rank, first in rows if first == step}
+        return {rank for rank, stretches in self._rng_apart.items() if stretches[0][0] == step}
 
     def rng_differs(self, step: int) -> set[int]:
         """Ranks whose random generator stood elsewhere at the step's first forward."""
+        return {
+            rank
+            for rank, stretches in self._rng_apart.items()
+            if any(first <= step <= last for first, last in stretches)
+        }
+
+    @cached_property
+    def _rng_apart(self) -> dict[int, list[tuple[int, int]]]:
+        """Of each rank the stretches of steps at whose first forward the generators stood elsewhere, in order."""
         rows = self._connection.execute(
-            "SELECT rank FROM baseline.steps b JOIN candidate.steps c USING (rank, step) "
-            "WHERE step = ? AND b.rng_fingerprint <> c.rng_fingerprint",
-            [step],
+            "SELECT rank, min(step), max(step) FROM (SELECT rank, step, "
+            "step - row_number() OVER (PARTITION BY rank ORDER BY step) AS stretch "
+            "FROM baseline.steps b JOIN candidate.steps c USING (rank, step) "
+            "WHERE b.rng_fingerprint <> c.rng_fingerprint) GROUP BY rank, stretch ORDER BY 1, 2"
         ).fetchall()
-        return {rank for (rank,) in rows}
+        found: dict[int, list[tuple[int, int]]] = {}
+        for rank, first, last in rows:
+            found.setdefault(rank, []).append((first, last))
+        return found
+
+    @property
+    def proves_any(self) -> bool:
+        """Whether digests prove some step of a rank equal on both sides."""
+        return self._opening.proves_any
+
+    def may_differ(self, table: str) -> bool:
+        """Whether digests leave it open that a table differs in any step."""
+        return self._opening.may_differ(table)
 
     def stage_edges(self, step: int) -> StageEdges | None:
         """What the stages of a pipeline hand to each other in a step."""
@@ -277,12 +300,13 @@ class Alignment:
 
     def module_fqns(self, step: int, rank: int, root: int) -> set[str]:
         """The modules of a root that were called in a step."""
-        rows = self._connection.execute(
-            "SELECT DISTINCT module_fqn FROM baseline.module_calls "
-            "WHERE step = ? AND rank = ? AND root = ?",
-            [step, rank, root],
-        ).fetchall()
-        return {fqn for (fqn,) in rows}
+        if self._modules is None or self._modules[0] != step:
+            rows = self._connection.execute(
+                "SELECT rank, root, list(DISTINCT module_fqn) FROM baseline.module_calls WHERE step = ? GROUP BY ALL",
+                [step],
+            ).fetchall()
+            self._modules = (step, {(rank, root): set(fqns) for rank, root, fqns in rows})
+        return self._modules[1].get((rank, root), set())
 
     def abandoned_forwards(self, step: int, rank: int) -> tuple[int, int] | None:
         """How many of the step's forwards no backward pass followed, on both sides."""
@@ -341,51 +365,11 @@ class Alignment:
                 "ORDER BY step, place, rank LIMIT 1"
             )
             names = [column[0] for column in cursor.description or ()]
-            for row in cursor.fetchall():
-                found = difference(table, dict(zip(names, row, strict=True)))
+            for found in differences(table, names, cursor.fetchall()):
                 if first is None or (found.step, found.order) < (first.step, first.order):
                     first = found
         return first
 
-    def node_gradients(self, d: Difference, direction: str) -> tuple[list[Change | None], int, int]:
-        """(the gradients into or out of a Node by position, their count on both sides).
-
-        Where the Node has one gradient, or not the same on both sides, the list is empty.
-        """
-        counts = self._connection.execute(
-            f"SELECT b.{direction}_count, c.{direction}_count FROM baseline.node_events b, "
-            f"candidate.node_events c WHERE {_at('b')} AND {_at('c')}",
-            _both_places(d),
-        ).fetchone()
-        of_baseline, of_candidate = counts if counts is not None else (0, 0)
-        statistics = ", ".join(f"b.{s}, c.{s}" for s in STATISTICS)
-        rows = self._connection.execute(
-            "SELECT b.position, b.fingerprint IS NOT DISTINCT FROM c.fingerprint AND "
-            f"b.norm IS NOT DISTINCT FROM c.norm, {statistics} FROM baseline.node_tensors b "
-            "JOIN candidate.node_tensors c USING (direction, position) "
-            f"WHERE {_at('b')} AND {_at('c')} AND direction = ? ORDER BY 1",
-            [*_both_places(d), direction],
-        ).fetchall()
-        found: list[Change | None] = []
-        for position, is_equal, *values in rows:
-            found += [None] * (position - len(found))
-            found.append(changed_gradient(values, is_equal, d))
-        return (found if of_baseline == of_candidate else []), of_baseline, of_candidate
-
     def _number(self, query: str, parameters: Sequence[Any] = ()) -> Any:
         row = self._connection.execute(query, list(parameters)).fetchone()
         return row[0] if row else None
-
-
-def _at(side: str) -> str:
-    """That a row of a side is of one Node: for `_both_places`."""
-    columns = ("rank", "step", "backward_index", "event_index")
-    return " AND ".join(f"{side}.{column} = ?" for column in columns)
-
-
-def _both_places(d: Difference) -> list[Any]:
-    return [
-        value
-        for index in d.event_indices
-        for value in (d.rank, d.step, d.key["backward_index"], index)
-    ]

@@ -29,9 +29,22 @@ def _array(rows: pa.Table, name: str) -> Any:
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
+# What says that no value is null is the same for all columns.
+_ALL = np.ones(1 << 16, bool)
+_ALL.setflags(write=False)
+
+
+def all_true(count: int) -> npt.NDArray[np.bool_]:
+    """As many, not to be written to."""
+    return _ALL[:count] if count <= len(_ALL) else np.ones(count, bool)
+
+
 def values_of(rows: pa.Table, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
     """(values, whether there is one), without a copy where none is null."""
-    array = _array(rows, name)
+    return _values(_array(rows, name))
+
+
+def _values(array: Any) -> tuple[Array, npt.NDArray[np.bool_]]:
     kind = array.type.to_pandas_dtype()
     count, offset = len(array), array.offset
     valid, data = array.buffers()
@@ -41,7 +54,7 @@ def values_of(rows: pa.Table, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
         width = np.dtype(kind).itemsize
         values = np.frombuffer(data, kind, count, offset * width)
     if not array.null_count:
-        return values, np.ones(count, bool)
+        return values, all_true(count)
     return values, _bits(valid, offset, count)
 
 
@@ -52,8 +65,9 @@ def _bits(buffer: Any, offset: int, count: int) -> npt.NDArray[np.bool_]:
 
 def numbers_of(rows: pa.Table, name: str) -> Array:
     """An integer column, -1 where it is null."""
-    values, has = values_of(rows, name)
-    return values if has.all() else np.where(has, values, -1)
+    array = _array(rows, name)
+    values, has = _values(array)
+    return np.where(has, values, -1) if array.null_count else values
 
 
 def codes_of(rows: pa.Table, name: str) -> tuple[Array, list[str]]:
@@ -63,8 +77,8 @@ def codes_of(rows: pa.Table, name: str) -> tuple[Array, list[str]]:
         column = column.unify_dictionaries()
     array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     names: list[str] = array.dictionary.to_pylist()
-    codes, has = values_of(pa.table({"codes": array.indices}), "codes")
-    return (codes if has.all() else np.where(has, codes, len(names))), names
+    codes, has = _values(array.indices)
+    return (np.where(has, codes, len(names)) if array.null_count else codes), names
 
 
 def sketches_of(rows: pa.Table, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
@@ -72,11 +86,11 @@ def sketches_of(rows: pa.Table, name: str) -> tuple[Array, npt.NDArray[np.bool_]
     array = _array(rows, name)
     count = len(array)
     offsets = np.frombuffer(array.buffers()[1], np.int32, count + 1, 4 * array.offset)
-    flat, _ = values_of(pa.table({"flat": array.values}), "flat")
+    flat, _ = _values(array.values)
     lengths = np.diff(offsets)
     lanes = int(lengths.max(initial=0))
     if (lengths == lanes).all():
-        return flat[offsets[0] : offsets[-1]].reshape(count, lanes), np.ones(count, bool)
+        return flat[offsets[0] : offsets[-1]].reshape(count, lanes), all_true(count)
     has = lengths == lanes
     made = np.zeros((count, lanes), flat.dtype)
     made[has] = flat[(offsets[:-1][has][:, None] + np.arange(lanes))]

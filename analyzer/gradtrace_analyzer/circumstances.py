@@ -41,12 +41,13 @@ def circumstances(
     connection: duckdb.DuckDBPyConnection,
     step: int,
     differences: Sequence[Difference],
+    classes: Collection[tuple[int, str, str]],
     disturbed: Collection[int],
     *,
     is_whole: bool,
     is_filtered: bool,
 ) -> Circumstances:
-    """Those of the step in which these rows differ."""
+    """Those of the step in which these rows differ; `classes` are those of its modules, by root and name."""
 
     ranks = sorted({d.rank for d in differences})
 
@@ -62,10 +63,6 @@ def circumstances(
     seen = named(
         "SELECT rank, root, parameter_fqn FROM baseline.gradients WHERE step = ? AND point = 'final'"
     )
-    classes = connection.execute(
-        "SELECT DISTINCT root, module_fqn, lower(coalesce(module_class, '')) FROM baseline.module_calls WHERE step = ?",
-        [step],
-    ).fetchall()
     groups = connection.execute(
         "SELECT DISTINCT ranks FROM baseline.groups WHERE role NOT IN ('dp', 'pp')"
     ).fetchall()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import duckdb
 
@@ -134,7 +135,13 @@ def _compared(
     )
     alignment = Alignment(
         connection,
-        Reading(runs, counts, are_arranged=stages is not None, are_renamed=bool(naming.renames)),
+        Reading(
+            runs,
+            counts,
+            are_arranged=stages is not None,
+            are_renamed=bool(naming.renames),
+            has_same_names=naming.is_same and stages is None,
+        ),
         ranks,
         lost,
         unmatched=not asked_differently(runs) and not any(map(problems_of, runs.values())),
@@ -154,6 +161,10 @@ def _compared(
     lone = held_nowhere_else(connection, runs, wanted)
     is_other_model = any(entry.has_parameters for entry in lone)
 
+    @cache
+    def around(step: int) -> Surroundings:
+        return Surroundings(connection, cover, step)
+
     def answer(
         verdict: Verdict,
         reason: str = "",
@@ -167,7 +178,7 @@ def _compared(
         spread = alignment.spread()
         step = origins[0].step if origins else None
         differences = [] if step is None else alignment.differences_at(step)
-        here = None if step is None else Surroundings(connection, cover, step)
+        here = None if step is None else around(step)
         roots = {} if here is None else here.roots()
         origins = [
             _with_replays(connection, with_root(o, roots))
@@ -209,7 +220,7 @@ def _compared(
                 *abandoned(alignment, origins),
                 *(() if is_undone else died),
                 *(
-                    skipped_batches(connection)
+                    skipped_batches(connection, inputs=alignment.may_differ("inputs"))
                     if origins and stages is None and sums is None
                     else ()
                 ),
@@ -234,6 +245,10 @@ def _compared(
     notes += [aside_sentence(judgement.aside)] if judgement.aside else []
     # Stages that were arranged pair, and so do two models that are not the same one.
     is_divided = stages is None and not is_other_model and not (chosen.modules or chosen.links)
+    if len(sizes) == 1 and alignment.proves_any:
+        is_divided = (
+            False  # where a step is the same on both sides, the work is divided in the same way
+        )
     parts = divisions(connection, runs) if is_divided and not exact else None
     if parts is not None:
         sums = Sums(connection, parts, judgement.rule, judgement.scale).compared(common)
@@ -257,8 +272,7 @@ def _compared(
         return answer("within_tolerance" if lone else "identical", notes=notes)
 
     def search(step: int, *, exceeding: bool) -> StepSearch:
-        here = Surroundings(connection, cover, step)
-        return StepSearch(alignment, here, failures, common, exceeding=exceeding)
+        return StepSearch(alignment, around(step), failures, common, exceeding=exceeding)
 
     search_first = search(step, exceeding=False)
     firsts = search_first.firsts

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from gradtrace_analyzer.links import LinkTable, link_of
@@ -89,38 +90,67 @@ class Difference:
         return link_of(self.table, self.key.get("point"))
 
 
-def difference(table: LinkTable, row: Mapping[str, Any]) -> Difference:
-    """The object of a row of `differing_<table>`."""
-    changes: dict[str, Change] = {}
-    only_in = row["only_in"]
-    for role, _ in table.sides:
-        sides = {side: {s: row[f"{role}_{side}_{s}"] for s in STATISTICS} for side in ("b", "c")}
-        baseline = None if only_in == "candidate" else sides["b"]
-        candidate = None if only_in == "baseline" else sides["c"]
-        changes[role] = Change(
-            differs=bool(row[f"{role}_differs"]),
-            error=row[f"{role}_error"],
-            tolerance=row[f"{role}_tolerance"],
-            noise=row["noise"],
-            told_by=row["told_by"] if role == "writes" else None,
-            baseline=baseline,
-            candidate=candidate,
+def differences(
+    table: LinkTable, names: Sequence[str], rows: Iterable[Sequence[Any]]
+) -> list[Difference]:
+    """The objects of rows of `differing_<table>`, whose columns have these names."""
+    at = {name: place for place, name in enumerate(names)}
+    # There may be many rows: what is the same for all of them is looked up once.
+    statistics = {
+        (role, side): itemgetter(*(at[f"{role}_{side}_{s}"] for s in STATISTICS))
+        for role, _ in table.sides
+        for side in "bc"
+    }
+    judged = {
+        role: [at[name] for name in (f"{role}_differs", f"{role}_error", f"{role}_tolerance")]
+        for role, _ in table.sides
+    }
+    pairs = [(v, at[f"value_b_{v}"], at[f"value_c_{v}"]) for v in table.values]
+    key = [(k, at[f"key_{k}"]) for k in table.key]
+    indices = [at.get("event_index_b"), at.get("event_index_c"), at.get("bucket_index")]
+
+    def change(row: Sequence[Any], role: str, only_in: str | None) -> Change:
+        differs, error, tolerance = (row[place] for place in judged[role])
+        sides = [
+            None if only_in == other else dict(zip(STATISTICS, take(row), strict=True))
+            for other, take in (
+                ("candidate", statistics[role, "b"]),
+                ("baseline", statistics[role, "c"]),
+            )
+        ]
+        return Change(
+            bool(differs),
+            error,
+            tolerance,
+            sides[0],
+            sides[1],
+            row[at["noise"]],
+            row[at["told_by"]] if role == "writes" else None,
         )
-    pairs = {v: (row[f"value_b_{v}"], row[f"value_c_{v}"]) for v in table.values}
-    return Difference(
-        table=table.table,
-        rank=row["rank"],
-        step=row["step"],
-        order=float(row["place"]),
-        only_in=only_in,
-        key={k: row[f"key_{k}"] for k in table.key},
-        exceeds=bool(row["beyond"]),
-        event_indices=(row.get("event_index_b"), row.get("event_index_c")),
-        bucket_index=row.get("bucket_index"),
-        reads=changes.get("reads"),
-        writes=changes.get("writes"),
-        values={v: pair for v, pair in pairs.items() if not _same(*pair)},
-    )
+
+    found = []
+    for row in rows:
+        only_in = row[at["only_in"]]
+        changes = {role: change(row, role, only_in) for role, _ in table.sides}
+        in_baseline, in_candidate, bucket = (None if n is None else row[n] for n in indices)
+        values = {v: (row[b], row[c]) for v, b, c in pairs}
+        found.append(
+            Difference(
+                table=table.table,
+                rank=row[at["rank"]],
+                step=row[at["step"]],
+                order=float(row[at["place"]]),
+                only_in=only_in,
+                key={k: row[place] for k, place in key},
+                exceeds=bool(row[at["beyond"]]),
+                event_indices=(in_baseline, in_candidate),
+                bucket_index=bucket,
+                reads=changes.get("reads"),
+                writes=changes.get("writes"),
+                values={v: pair for v, pair in values.items() if not _same(*pair)},
+            )
+        )
+    return found
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -32,14 +32,16 @@ def divisions(
     """How both sides divide the work, where they do it differently and feed the same amount; else None."""
     found = []
     for side, run in runs.items():
+        # As numbers they keep parts and row groups closed.
+        here = "(SELECT min(step) FROM {0}.steps), (SELECT min(rank) FROM {0}.parameters)"
+        [(step, rank)] = connection.execute(f"SELECT {here.format(side)}").fetchall()
+        step, rank = (-1 if n is None else n for n in (step, rank))
         row = connection.execute(
-            f"WITH here AS (SELECT min(step) AS step FROM {side}.steps) SELECT "
-            f"(SELECT max(backward_count) FROM {side}.steps SEMI JOIN here USING (step)), "
-            f"(SELECT coalesce(sum(numel), 0) FROM {side}.parameters SEMI JOIN here USING (step) "
-            "WHERE point = 'before' AND rank = (SELECT min(rank) FROM "
-            f"{side}.parameters)), "
-            f"(SELECT coalesce(sum(numel), 0) FROM {side}.inputs SEMI JOIN here USING (step) WHERE root IS NOT NULL), "
-            f"(SELECT count(*) FROM {side}.inputs SEMI JOIN here USING (step) WHERE root IS NOT NULL)"
+            f"SELECT (SELECT max(backward_count) FROM {side}.steps WHERE step = {step}), "
+            f"(SELECT coalesce(sum(numel), 0) FROM {side}.parameters WHERE step = {step} "
+            f"AND point = 'before' AND rank = {rank}), "
+            f"(SELECT coalesce(sum(numel), 0) FROM {side}.inputs WHERE step = {step} AND root IS NOT NULL), "
+            f"(SELECT count(*) FROM {side}.inputs WHERE step = {step} AND root IS NOT NULL)"
         ).fetchone()
         passes, numel, fed, calls = row or (0, 0, 0, 0)
         found.append(Division(run.world_size or len(run.ranks), passes or 0, numel, fed, calls))

@@ -7,7 +7,7 @@ of 0.37). What a step is allowed grows with what it received: the parameters' me
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 import duckdb
@@ -79,7 +79,8 @@ class Judgement:
         no step before it is needed but for the gradients that an adaptive optimizer remembers.
         """
         self.aside = []
-        self.rule = self._rule()
+        filled = self._filled()
+        self.rule = self._rule(filled)
         for table in LINK_TABLES:
             name = f"differing_{table.table}"
             for role, _ in table.sides:
@@ -98,10 +99,13 @@ class Judgement:
         self._replays()
         write_usual(self._connection)
         for table in LINK_TABLES:
-            self._judge(table)
+            if table.table in filled:
+                self._judge(table)
         self._judge_losses()
-        judge_updates(self._connection, self._scale)
-        judge_given(self._connection, self.rule, self._scale)
+        if "parameters" in filled:
+            judge_updates(self._connection, self._scale)
+        if filled & {"parameters", "inputs"}:
+            judge_given(self._connection, self.rule, self._scale)
         if self._repeats is not None:
             self.noise = self._repeats.measure(self._connection, self._scale)
         find_steady(self._connection)
@@ -137,8 +141,21 @@ class Judgement:
         if self._repeats is not None:
             self._repeats.close()
 
-    def _rule(self) -> Rule:
-        dtypes = self._dtypes()
+    @cached_property
+    def _first_step(self) -> int:
+        """The baseline's first step with parameters, -1 where it has none."""
+        row = self._connection.execute("SELECT min(step) FROM baseline.parameters").fetchone()
+        return -1 if row is None or row[0] is None else int(row[0])
+
+    def _filled(self) -> set[str]:
+        """The tables of which any row differs: the others need no judgement."""
+        union = " UNION ALL ".join(
+            f"(SELECT '{t.table}' FROM differing_{t.table} LIMIT 1)" for t in LINK_TABLES
+        )
+        return {table for (table,) in self._connection.execute(union).fetchall()}
+
+    def _rule(self, filled: Collection[str]) -> Rule:
+        dtypes = self._dtypes(filled)
         coarsest = max(dtypes, key=roundoff, default="float32")
         unit, arithmetic = roundoff(coarsest), coarsest
         if self._declared and PRECISIONS[self._declared] > unit:
@@ -153,7 +170,7 @@ class Judgement:
             "WITH owners AS (SELECT DISTINCT root, parameter_fqn, "
             "regexp_replace(parameter_fqn, '\\.?[^.]*$', '') AS owner, numel, shape FROM baseline.parameters "
             "WHERE kind = 'parameter' AND point = 'before' "
-            "AND step = (SELECT min(step) FROM baseline.parameters)) "
+            f"AND step = {self._first_step}) "
             "SELECT (SELECT count(DISTINCT (root, owner)) FROM owners), "
             "(SELECT max(numel // greatest(shape[1], 1)) FROM owners WHERE len(shape) > 1), "
             "(SELECT max(m.output_numel // greatest(o.shape[1], 1)) FROM baseline.module_calls m JOIN owners o "
@@ -163,19 +180,17 @@ class Judgement:
         layers, inner, outer = row or (0, 0, 0)
         return max(layers or 0, 1), max(inner or 1, outer or 1)
 
-    def _dtypes(self) -> list[str]:
-        found: set[str] = set()
-        for table in LINK_TABLES:
-            for role, _ in table.sides:
-                for side in "bc":
-                    found.update(
-                        dtype
-                        for (dtype,) in self._connection.execute(
-                            f"SELECT DISTINCT {role}_{side}_dtype FROM differing_{table.table} "
-                            f"WHERE {role}_{side}_dtype IS NOT NULL AND {role}_differs"
-                        ).fetchall()
-                    )
-        return sorted(found)
+    def _dtypes(self, filled: Collection[str]) -> list[str]:
+        selects = [
+            f"SELECT {role}_{side}_dtype AS dtype FROM differing_{table.table} WHERE {role}_differs"
+            for table in LINK_TABLES
+            if table.table in filled
+            for role, _ in table.sides
+            for side in "bc"
+        ]
+        union = " UNION ".join(["SELECT NULL AS dtype", *selects])
+        found = self._connection.execute(f"SELECT dtype FROM ({union}) WHERE dtype IS NOT NULL")
+        return sorted(dtype for (dtype,) in found.fetchall())
 
     def _rounding(self) -> None:
         """`rounding`: what the rule allows from a place of a rank's step on, by the arithmetic used so far."""
@@ -397,7 +412,7 @@ class Judgement:
         self._connection.execute(
             "CREATE OR REPLACE TEMP TABLE shapes AS SELECT root, parameter_fqn, "
             "bool_or(len(shape) < 2) AS is_flat FROM baseline.parameters "
-            "WHERE step = (SELECT min(step) FROM baseline.parameters) GROUP BY ALL"
+            f"WHERE step = {self._first_step} GROUP BY ALL"
         )
 
     def _judge_losses(self) -> None:

@@ -84,16 +84,21 @@ def beyond_least(
 
 def _each(one: Judged, allowed: Callable[[float], float]) -> Array:
     """What each pair is allowed by the coarser of its dtypes."""
-    found = []
-    for side in one.sides:
-        places, names = codes_of(side.rows, f"{side.prefix}dtype")
-        found.append(np.array([*(allowed(roundoff(name)) for name in names), allowed(0.0)])[places])
+    found = [_by_dtype(side, allowed) for side in one.sides]
     return np.asarray(np.maximum(*found))
 
 
 def _units(side: Side) -> Array:
-    places, names = codes_of(side.rows, f"{side.prefix}dtype")
-    return np.asarray(np.array([*map(roundoff, names), 0.0])[places])
+    return _by_dtype(side, lambda unit: unit)
+
+
+def _by_dtype(side: Side, of: Callable[[float], float]) -> Array:
+    """Of each row what follows from its dtype's unit roundoff; one number where all rows have one dtype."""
+    name = f"{side.prefix}dtype"
+    places, names = codes_of(side.rows, name)
+    if len(names) == 1 and not side.rows.column(name).null_count:
+        return np.array([of(roundoff(names[0]))])
+    return np.asarray(np.array([*(of(roundoff(name)) for name in names), of(0.0)])[places])
 
 
 def _decisive(one: Judged) -> float:

@@ -235,11 +235,13 @@ def applied(names: Sequence[Name], renames: Sequence[Rename]) -> list[Name]:
 @dataclass(frozen=True)
 class Naming:
     """How the names of two runs go together: renames that were applied, those that were not but are likely, and, where
-    the runs are of unrelated models, how one can tell."""
+    the runs are of unrelated models, how one can tell. `is_same` is true where, with the renames, both sides have the
+    same modules and parameters, as far as was looked."""
 
     renames: tuple[Rename, ...] = ()
     likely: tuple[Rename, ...] = ()
     unrelated: str | None = None
+    is_same: bool = False
 
 
 def settle_names(
@@ -272,7 +274,8 @@ def settle_names(
     if renames:
         apply_renames(connection, rounds)
     unrelated = _unrelated(baseline, candidate) if may_guess else None
-    return Naming(tuple(renames), tuple(proposed), unrelated)
+    is_same = {(n.fqn, n.what) for n in baseline} == {(n.fqn, n.what) for n in candidate}
+    return Naming(tuple(renames), tuple(proposed), unrelated, is_same)
 
 
 def _unrelated(baseline: Sequence[Name], candidate: Sequence[Name]) -> str | None:

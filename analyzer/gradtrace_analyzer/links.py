@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from gradtrace_analyzer.pipelines import KINDS
 
@@ -54,7 +55,7 @@ class LinkTable:
             return "true"
         return f"kind IN ({', '.join(map(repr, self.kinds))}) AND end_ns IS NOT NULL"
 
-    @property
+    @cached_property
     def sides(self) -> tuple[tuple[str, str], ...]:
         """(role, prefix) of each summary."""
         given = (("reads", self.reads), ("writes", self.writes))

@@ -94,7 +94,7 @@ class Repeats:
                 )
             reading = Reading(runs, counts, are_arranged=self.is_arranged)
             unread = {table.table: "" for table in LINK_TABLES}
-            opening = Opening(pair, reading, ranks, unread, lambda: None)
+            opening = Opening(pair, reading, ranks, unread, lambda _: None)
             unscale(pair)
         except BaseException:
             pair.close()

@@ -17,23 +17,14 @@ import pyarrow as pa
 from gradtrace_analyzer.chosen import Chosen
 from gradtrace_analyzer.database import usable_cores
 from gradtrace_analyzer.footers import Counts
-from gradtrace_analyzer.links import LINK_TABLES, link_of
+from gradtrace_analyzer.links import LINK_TABLES, LinkTable, link_of
 from gradtrace_analyzer.occurrences import forget_numbers, realign
-from gradtrace_analyzer.pairing import (
-    SIDES,
-    SUSPECTS,
-    differing,
-    digests_agree,
-    opened,
-    other_values,
-    seen,
-)
+from gradtrace_analyzer.pairing import SIDES, differing, opened, other_values, seen, within
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.run import Run
-from gradtrace_analyzer.tally import Sieved, Tally, tallied
+from gradtrace_analyzer.suspects import PROVEN, Place, suspects
+from gradtrace_analyzer.tally import Sieved, Tally, first_step, steps_of, tallied
 from gradtrace_analyzer.tolerance import Least
-
-Place = tuple[int, int]  # (rank, step)
 
 # Rows of both sides that are opened at once without looking first: they take about 100 MB.
 MOST_ROWS = 250_000
@@ -44,13 +35,15 @@ class Reading:
     """The two runs as they are read: `counts` are the rows of each side by table and rank.
 
     Where rows `are_arranged`, they are no longer those of the parts: these prove and hold nothing of a rank. Where they
-    `are_renamed`, they are those of the parts with other names.
+    `are_renamed`, they are those of the parts with other names. With `has_same_names` no module or parameter has a name
+    on one side alone, as far as was looked: fingerprints that agree are then of rows that pair.
     """
 
     runs: Mapping[str, Run]
     counts: Mapping[str, Counts]
     are_arranged: bool = False
     are_renamed: bool = False
+    has_same_names: bool = False
 
     def closed(self, side: str, ranks: Iterable[int]) -> list[int]:
         """The ranks whose steps are all named by `steps`: they ended by themselves and lost nothing."""
@@ -78,7 +71,8 @@ class Reading:
 class Opening:
     """Makes `seen`, `common` and, of the steps that matter, `opened`, `step_start` and the `differing_` tables.
 
-    `clean` is called whenever these were made anew, before anything is counted in them. `tallies` are those of the
+    `clean` is called whenever these were made anew, before anything is counted in them; it is told whether all steps
+    that may differ are open. `tallies` are those of the
     steps that differ and are not opened. With `realigns`, Nodes of a call that are not the same on both sides are
     numbered by what they are alike in. Of a run of which one step was `chosen`, that is opened, beside the first.
     """
@@ -89,7 +83,7 @@ class Opening:
         reading: Reading,
         ranks: Sequence[int],
         unread: Mapping[str, str],
-        clean: Callable[[], None],
+        clean: Callable[[bool], None],
         *,
         realigns: bool = False,
         chosen: Chosen | None = None,
@@ -109,34 +103,36 @@ class Opening:
         others = {side: [r for r in ranks if r not in set(closed[side])] for side in SIDES}
         with progress("reading which steps there are"):
             connection.execute(seen(closed, others))
-            suspects = self._suspects()
+            self._apart = self._suspects()
         self.tallies: list[Tally] = []
-        if self._rows(suspects) <= MOST_ROWS:
-            self._open(suspects)
+        places = set(self._apart)
+        if self._rows(places) <= MOST_ROWS:
+            self._open(places)
         else:
-            self._open_what_matters(suspects)
+            self._open_what_matters(places)
+
+    @property
+    def proves_any(self) -> bool:
+        """Whether digests prove some step of a rank equal."""
+        row = self._connection.execute("SELECT count(*) FROM common").fetchone()
+        return row is not None and row[0] > len(self._apart)
+
+    def may_differ(self, table: str) -> bool:
+        """Whether digests leave it open that a table differs in any step."""
+        return any(table in tables for tables in self._apart.values())
 
     def reopen(self, places: Collection[Place]) -> None:
         """Open these steps and each rank's first, as far as both sides have them, in place of those that are open."""
         known = set(self._connection.execute("SELECT rank, step FROM common").fetchall())
         self._open(known & {*places, *self._firsts()})
 
-    def _suspects(self) -> set[Place]:
-        """The steps that may differ."""
-        queries = [SUSPECTS.format(equal=digests_agree())]
-        queries += [
-            other_values(table) for table in LINK_TABLES if table.values and not table.digested
-        ]
-        [(first,)] = self._connection.execute("SELECT min(step) FROM common").fetchall()
-        if first is not None:
-            named = [table for table in LINK_TABLES if "parameter_fqns" in table.values]
-            queries += [other_values(table, first) for table in named]
-        found = {place for query in queries for place in self._connection.execute(query).fetchall()}
+    def _suspects(self) -> dict[Place, frozenset[str]]:
+        """The steps that may differ, each with the tables in which it may."""
+        found = suspects(self._connection, self._reading.counts)
         if self._chosen.step is None:
             return found
-        return {place for place in found if place[1] == self._chosen.step} | (
-            found & self._firsts()
-        )
+        firsts = self._firsts()
+        return {p: t for p, t in found.items() if p[1] == self._chosen.step or p in firsts}
 
     def _firsts(self) -> set[Place]:
         """Each rank's first step."""
@@ -166,12 +162,18 @@ class Opening:
             forget_numbers(self._connection)
         self._connection.execute(opened(places))
         for table in LINK_TABLES:
-            make = differing(table, self._unread[table.table], places)
+            make = differing(table, self._unread[table.table], self._apart_in(table, places))
             self._connection.execute(make)
             # Where the code of a call was changed, its Nodes are not those of the same number.
             if table.table == "node_events" and self._realigns and realign(self._connection):
                 self._connection.execute(make)
-        self._clean()
+        self._clean(self._apart.keys() <= set(places))
+
+    def _apart_in(self, table: LinkTable, places: Collection[Place]) -> Collection[Place]:
+        """Those of these steps in which a table may differ."""
+        if table.table not in PROVEN or not self._reading.has_same_names:
+            return places
+        return [p for p in places if table.table in self._apart.get(p, (table.table,))]
 
     def _name_opened(self, places: Collection[Place]) -> None:
         self._name("opened", places)
@@ -199,31 +201,30 @@ class Opening:
             for portion in self._loads(sorted(unpaired, key=lambda place: (place[1], place[0]))):
                 ranks = {rank for rank, _ in portion}
                 self._open({*portion, *(a for a in anchors if a[0] in ranks)})
-                of_portion = set(portion)
-                tallies += [t for t in tallied(self._connection) if (t.rank, t.step) in of_portion]
+                tallies += [
+                    t.where(t.among({step for rank, step in portion if rank == t.rank}))
+                    for t in tallied(self._connection)
+                ]
                 count(len(portion))
-
-        def first(is_meant: Callable[[Tally], bool]) -> set[int]:
-            return set(sorted({t.step for t in tallies if is_meant(t)})[:1])
 
         def open_steps(steps: Collection[int]) -> None:
             self._open({*anchors, *(place for step in steps for place in by_step[step])})
 
-        chosen = first(lambda t: True) | first(lambda t: t.nonfinite)
+        chosen = first_step(tallies) | first_step(tallies, "nonfinite")
         open_steps(chosen)
         # Whether a step is beyond tolerance is judged where it is opened: the tally only proposes it.
-        proposed = sorted({t.step for t in tallies if t.exceeds} - chosen)
+        proposed = sorted(steps_of(tallies, "exceeds") - chosen)
         if not self._any_exceeds():
             for step in proposed:
                 open_steps([step])
                 if self._any_exceeds():
                     chosen.add(step)
                     break
-                tallies = [t for t in tallies if t.step != step]
-                tallies += [t for t in tallied(self._connection) if t.step == step]
+                tallies = [t.without({step}) for t in tallies]
+                tallies += [t.where(t.among({step})) for t in tallied(self._connection)]
             if proposed:
                 open_steps(chosen)
-        self.tallies = [t for t in tallies if t.step not in chosen]
+        self.tallies = [left for t in tallies if len((left := t.without(chosen)).steps)]
 
     def _anchors(self) -> set[Place]:
         """Each rank's first step, where it must be paired row by row: it is opened beside every other, since what
@@ -242,8 +243,6 @@ class Opening:
         """(tallies of the steps that pair by place, the steps that must be paired row by row)."""
         from gradtrace_analyzer.sieve import sieved  # loads what reads Parquet, which few need
 
-        # Arrow's own keeps what it frees: 80 MB more at the peak.
-        pa.set_memory_pool(pa.system_memory_pool())
         steps: dict[int, set[int]] = {}
         for rank, step in suspects:
             steps.setdefault(rank, set()).add(step)
@@ -289,30 +288,46 @@ class Opening:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        pa.default_memory_pool().release_unused()
         with progress("comparing losses and optimizer settings"):
             tallies += self._values_apart(suspects - unpaired, least)
-        return [
-            t for t in tallies if (t.rank, t.step) not in unpaired and self._is_wanted(t)
-        ], unpaired
+        chosen = self._chosen
+        wanted = [t for t in tallies if chosen.wants_link(link_of(t.table, t.point))]
+        if chosen.step is not None:
+            wanted = [t.where(t.steps == chosen.step) for t in wanted]
+        by_rank: dict[int, set[int]] = {}
+        for rank, step in unpaired:
+            by_rank.setdefault(rank, set()).add(step)
+        return [t.without(by_rank.get(t.rank, ())) for t in wanted], unpaired
 
     def _moved_between(self) -> list[Place]:
-        """The steps before which a parameter is not what the step before left, on either side."""
-        sides = " UNION ".join(
-            f"SELECT b.rank, b.step FROM {side}.parameters b LEFT JOIN {side}.parameters a ON a.rank = b.rank "
-            "AND a.root = b.root AND a.parameter_fqn = b.parameter_fqn AND a.step = b.step - 1 AND a.point = 'after' "
-            "WHERE b.point = 'before' AND b.kind = 'parameter' AND b.fingerprint IS DISTINCT FROM a.fingerprint"
-            for side in SIDES
-        )
-        return self._connection.execute(sides).fetchall()
+        """The steps before which a parameter is not what the step before left, on either side.
 
-    def _is_wanted(self, t: Tally) -> bool:
-        chosen = self._chosen
-        return chosen.wants_step(t.step) and chosen.wants_link(link_of(t.table, t.point))
+        The same digest before a step as after the last proves that it is; where buffers come between the parameters,
+        or there is no step before, rows are looked at.
+        """
+        found: list[Place] = []
+        for side in SIDES:
+            places = self._connection.execute(
+                f"SELECT rank, step FROM common ANTI JOIN (SELECT b.rank, b.step FROM {side}.steps b "
+                f"JOIN {side}.steps a ON a.rank = b.rank AND a.step = b.step - 1 "
+                "WHERE a.digest_optimizer = b.digest_parameters) same USING (rank, step)"
+            ).fetchall()
+            before = [(rank, step - 1) for rank, step in places]
+            found += self._connection.execute(
+                f"SELECT DISTINCT b.rank, b.step FROM {side}.parameters b LEFT JOIN (FROM {side}.parameters a "
+                f"WHERE a.point = 'after' AND {within(before, 'a')}) a ON a.rank = b.rank AND a.root = b.root "
+                "AND a.parameter_fqn = b.parameter_fqn AND a.step = b.step - 1 WHERE b.point = 'before' "
+                f"AND b.kind = 'parameter' AND {within(places, 'b')} AND b.fingerprint IS DISTINCT FROM a.fingerprint"
+            ).fetchall()
+        return found
 
     def _values_apart(self, places: set[Place], least: Least) -> list[Tally]:
         """Of the tables without summaries, which have few rows a step, the tallies of all steps."""
         found: list[Tally] = []
         names = [table for table in LINK_TABLES if not table.sides]
+        apart = {t.table: set(self._connection.execute(other_values(t)).fetchall()) for t in names}
+        places = places & {place for own in apart.values() for place in own}
         for portion in _portions(sorted(places), 50_000):
             self._name_opened(portion)
             self._connection.execute(
@@ -320,7 +335,8 @@ class Opening:
                 "SELECT side, rank, step, 0::BIGINT AS first FROM seen SEMI JOIN opened USING (rank, step)"
             )
             for table in names:
-                self._connection.execute(differing(table, self._unread[table.table], portion))
+                own = [place for place in portion if place in apart[table.table]]
+                self._connection.execute(differing(table, self._unread[table.table], own))
             # A loss is judged where its step is open: here by what it is allowed at least.
             self._connection.execute(
                 "UPDATE differing_backward_passes SET exceeds = exceeds OR coalesce(abs(value_b_loss - value_c_loss) > "

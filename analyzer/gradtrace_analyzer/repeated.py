@@ -39,6 +39,9 @@ def repeated(connection: duckdb.DuckDBPyConnection, step: int) -> list[Repeated]
     Only where another Node of the pass receives the same bits again: then it is not the whole pass that is scaled.
     """
     found: dict[tuple[str, int, int], Repeated] = {}
+    alone = "SELECT 1 FROM differing_backward_passes WHERE step = ? AND only_in IS NOT NULL LIMIT 1"
+    if connection.execute(alone, [step]).fetchone() is None:
+        return []
     for side, other in (("baseline", "candidate"), ("candidate", "baseline")):
         lone = connection.execute(
             f"SELECT DISTINCT rank FROM {side}.backward_passes ANTI JOIN {other}.backward_passes "

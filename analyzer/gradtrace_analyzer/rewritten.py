@@ -126,6 +126,9 @@ def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False
         )
         if known_only:
             condition = f"d.only_in IS NOT NULL AND ({known})"
+        alone = f"SELECT 1 FROM differing_{table} WHERE only_in IS NOT NULL LIMIT 1"
+        if connection.execute(alone).fetchone() is None:
+            continue
         connection.execute(
             f"CREATE OR REPLACE TEMP TABLE aside AS SELECT d.rowid AS id FROM differing_{table} d WHERE {condition}"
         )

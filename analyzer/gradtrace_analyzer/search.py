@@ -103,7 +103,7 @@ class StepSearch:
             edges=self._edges,
             exceeding=self._exceeding,
         )
-        origins = [_with_positions(self._alignment, o) for o in origins]
+        origins = [_with_positions(self._here, o) for o in origins]
         origins = _with_one_activation(origins, dataflow)
         return self._placed(origins), self._placed(inherited)
 
@@ -144,13 +144,13 @@ def _is_of_its_rank(origin: Origin) -> bool:
     return origin.between or bool(origin.difference.values)
 
 
-def _with_positions(alignment: Alignment, origin: Origin) -> Origin:
+def _with_positions(here: Surroundings, origin: Origin) -> Origin:
     """A Node's origin with those of its gradients that differ, where not all do; one alone gives the numbers."""
     d = origin.difference
     if d.table != "node_events" or None in d.event_indices:
         return origin
     direction = "grad_output" if origin.between else "grad_input"
-    gradients, before, after = alignment.node_gradients(d, direction)
+    gradients, before, after = here.node_gradients(d, direction)
     if before != after:
         return replace(origin, gradient_counts=(before, after))
     apart = {n: g for n, g in enumerate(gradients) if g is not None and g.differs}

@@ -13,6 +13,7 @@ opened there, and the spread over steps that are never opened is counted here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ import pyarrow.parquet as pq
 from gradtrace_analyzer.arrays import Array, Side, codes_of, numbers_of, sketches_of, values_of
 from gradtrace_analyzer.least import Judged, Known, beyond_least
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable
-from gradtrace_analyzer.tally import Sieved, Tally
+from gradtrace_analyzer.tally import Sieved, Tally, joined
 from gradtrace_analyzer.tolerance import Least
 from gradtrace_analyzer.whereabouts import whereabouts
+from gradtrace_schemas import TABLES
 
 # Those with summaries; the others are few rows, whose values are compared where they lie.
 # Parameters come last: what they may differ by after the optimizer hangs on the errors of their gradients.
@@ -34,7 +36,7 @@ SIEVED = tuple(
 )
 
 # Few enough to stay in a processor's cache from being decoded to being judged.
-_ROWS_AT_ONCE = 30_000
+_ROWS_AT_ONCE = 20_000
 
 _STATISTICS = ("fingerprint", "norm", "nan_count", "inf_count", "numel", "dtype", "sketch")
 
@@ -62,8 +64,13 @@ def sieved(
             else:
                 _judge(found, table, *blocks, least, moved, known)
     # A step that does not pair in one table is looked at in all.
-    found.tallies = [t for t in found.tallies if t.step not in found.unpaired]
+    by_point = groupby(sorted(found.tallies, key=_point_of), key=_point_of)
+    found.tallies = [joined(list(of_point)).without(found.unpaired) for _, of_point in by_point]
     return found
+
+
+def _point_of(tally: Tally) -> tuple[str, str]:
+    return tally.table, tally.point or ""
 
 
 def _columns(table: LinkTable) -> list[str]:
@@ -84,7 +91,7 @@ def _blocks(
     table: LinkTable, sides: tuple[Sequence[str], Sequence[str]], steps: frozenset[int]
 ) -> Iterator[tuple[set[int], tuple[pa.Table, pa.Table] | None]]:
     """Both sides' rows of the same whole steps, in turn; without rows where their numbers are not the same."""
-    readers = [_whole_steps(_columns(table), paths, steps, table.kinds) for paths in sides]
+    readers = [_whole_steps(table, paths, steps) for paths in sides]
     held: list[pa.Table | None] = [next(reader, None) for reader in readers]
     while held[0] is not None or held[1] is not None:
         a, b = held
@@ -120,16 +127,17 @@ def _same_steps(
 
 
 def _whole_steps(
-    columns: Sequence[str], paths: Sequence[str], steps: frozenset[int], kinds: Sequence[str] = ()
+    table: LinkTable, paths: Sequence[str], steps: frozenset[int]
 ) -> Iterator[pa.Table]:
     """The rows of these steps, in tables that end where a step does; steps go up within a rank's parts."""
+    columns, kinds = _columns(table), table.kinds
+    types = TABLES[table.table].arrow_schema
+    texts = [name for name in columns if pa.types.is_string(types.field(name).type)]
     rest: pa.Table | None = None
     for path in paths:
-        with pq.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            names = [name for name in columns if name in schema.names]
-            texts = [n for n in names if pa.types.is_string(schema.field(n).type)]
         with pq.ParquetFile(path, read_dictionary=texts) as file:
+            held = file.schema_arrow.names
+            names = [name for name in columns if name in held]
             groups = [
                 number
                 for number in range(file.num_row_groups)
@@ -178,11 +186,12 @@ def _bounds(group: Any) -> tuple[int, int] | None:
 
 def _chosen(rows: pa.Table, steps: frozenset[int]) -> Iterator[pa.Table]:
     numbers = numbers_of(rows, "step")
-    wanted = np.isin(numbers, np.fromiter(steps, np.int64, len(steps)))
-    if wanted.all():
+    starts = np.flatnonzero(np.r_[True, numbers[1:] != numbers[:-1]])
+    wanted = [step in steps for step in numbers[starts].tolist()]
+    if all(wanted):
         yield rows
-    elif wanted.any():
-        yield rows.filter(pa.array(wanted))
+    elif any(wanted):
+        yield rows.filter(pa.array(np.repeat(wanted, np.diff(np.r_[starts, len(numbers)]))))
 
 
 def _judge(
@@ -236,26 +245,28 @@ def _judge(
         beyond = np.logical_or.reduceat(mine & exceeds, starts)
         apart = np.logical_or.reduceat(mine & nonfinite, starts)
         unmeasured = np.add.reduceat(mine & (errors < 0), starts, dtype=np.int64)
-        is_known = any(t.table == table.table and t.point == point for t in found.tallies)
-        for place in np.flatnonzero(counts).tolist():
-            most = float(largest[place])
-            found.tallies.append(
-                Tally(
-                    found.rank,
-                    table.table,
-                    point,
-                    int(numbers[place]),
-                    int(counts[place]),
-                    most if most >= 0 else None,
-                    bool(beyond[place]),
-                    bool(apart[place]),
-                    int(unmeasured[place]),
-                    # It is asked for where a link begins to differ, and steps come in order.
-                    None if is_known else _first_place(table, a, mine, int(starts[place])),
-                    is_judged=False,
-                )
+        there = np.flatnonzero(counts)
+        if not len(there):
+            continue
+        places = np.full(len(there), None)
+        # It is asked for where a link begins to differ, and steps come in order.
+        if not any(t.table == table.table and t.point == point for t in found.tallies):
+            places[0] = _first_place(table, a, mine, int(starts[there[0]]))
+        found.tallies.append(
+            Tally(
+                found.rank,
+                table.table,
+                point,
+                numbers[there].astype(np.int32),
+                counts[there].astype(np.int32),
+                np.where(largest[there] >= 0, largest[there], np.nan),
+                beyond[there],
+                apart[there],
+                unmeasured[there].astype(np.int32),
+                places,
+                is_judged=False,
             )
-            is_known = True
+        )
 
 
 def _first_place(
@@ -314,5 +325,8 @@ def _equal_rows(a: pa.Table, b: pa.Table, columns: Sequence[str]) -> npt.NDArray
                 equal &= np.fromiter((x == y for x, y in rows), bool, len(a))
         else:
             (of_a, has_a), (of_b, has_b) = values_of(a, name), values_of(b, name)
-            equal &= (has_a == has_b) & ((of_a == of_b) | ~has_a)
+            if a.column(name).null_count or b.column(name).null_count:
+                equal &= (has_a == has_b) & ((of_a == of_b) | ~has_a)
+            else:
+                equal &= of_a == of_b
     return equal

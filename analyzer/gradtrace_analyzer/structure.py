@@ -110,15 +110,23 @@ class Parts:
 
 
 def structure_of(
-    connection: duckdb.DuckDBPyConnection, parts: Parts, failures: Collection[Failure] = ()
+    connection: duckdb.DuckDBPyConnection,
+    parts: Parts,
+    failures: Collection[Failure] = (),
+    *,
+    proves_names: bool = False,
 ) -> Structure:
     """What one side alone has; the rows of changed code are taken out of `differing_node_events` and the like.
 
     Reads what `Opening` has made: `common`, `unjudged` and the tables of differences. Rows that one side alone has are
-    known of the opened steps; those of modules and parameters of all.
+    known of the opened steps; those of modules and parameters of all. Where all steps that may differ are open and no
+    name is known to be of one side alone (`proves_names`), rows that all pair prove that there is none.
     """
+    is_paired = not _has_unmatched(connection, _TELLING)
+    if is_paired and proves_names and not _has_unmatched(connection, ("parameters",)):
+        return Structure()
     names = parts.names
-    if names["baseline"] == names["candidate"] and not _has_unmatched(connection):
+    if names["baseline"] == names["candidate"] and is_paired:
         return Structure()
     compiled = parts.compiled
     parts.make_callers()
@@ -194,8 +202,11 @@ def as_object(entry: Lone) -> dict[str, Any]:
     }
 
 
-def _has_unmatched(connection: duckdb.DuckDBPyConnection) -> bool:
-    tables = ("node_events", "module_calls", "gradients", "buckets", "backward_passes", "inputs")
+# Tables whose rows show that the code differs, or that something happened on one side alone.
+_TELLING = ("node_events", "module_calls", "gradients", "buckets", "backward_passes", "inputs")
+
+
+def _has_unmatched(connection: duckdb.DuckDBPyConnection, tables: Sequence[str]) -> bool:
     union = " UNION ALL ".join(
         f"SELECT 1 FROM differing_{table} WHERE only_in IS NOT NULL" for table in tables
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 
 import duckdb
 
 from gradtrace_analyzer.circumstances import Circumstances, circumstances
 from gradtrace_analyzer.cover import Cover
 from gradtrace_analyzer.dataflow import Dataflow, dataflow
-from gradtrace_analyzer.differences import Difference
+from gradtrace_analyzer.differences import Change, Difference
+from gradtrace_analyzer.node_gradients import node_gradients
 from gradtrace_analyzer.passages import Passage, passages
 from gradtrace_analyzer.unused import unused_forwards
 
@@ -44,6 +46,11 @@ class Surroundings:
             self._connection,
             self.step,
             differences,
+            {
+                (root, fqn, (of_class or "").lower())
+                for side, root, fqn, of_class, _ in self._called
+                if side == "baseline"
+            },
             disturbed,
             is_whole=self._cover.sees_all_ranks,
             is_filtered=self._cover.is_filtered,
@@ -51,22 +58,34 @@ class Surroundings:
 
     def modules(self) -> set[tuple[int, str]]:
         """The (root, module) that any rank called, among those compared."""
-        rows = self._connection.execute(
-            "SELECT DISTINCT root, module_fqn FROM baseline.module_calls SEMI JOIN common "
-            "USING (rank, step) WHERE step = ?",
-            [self.step],
-        ).fetchall()
-        return {(root, fqn) for root, fqn in rows if self._cover.chosen.wants_module(fqn)}
+        return {
+            (root, fqn)
+            for side, root, fqn, _, is_common in self._called
+            if side == "baseline" and is_common and self._cover.chosen.wants_module(fqn)
+        }
 
     def roots(self) -> dict[int, str]:
         """The class of each root module that was called."""
-        rows = self._connection.execute(
-            "SELECT root, min(module_class) FROM (SELECT step, root, module_class, module_fqn FROM "
-            "candidate.module_calls UNION ALL SELECT step, root, module_class, module_fqn FROM "
-            "baseline.module_calls) WHERE step = ? AND module_fqn = '' GROUP BY root ORDER BY root",
-            [self.step],
-        ).fetchall()
-        return {root: name or "" for root, name in rows}
+        found: dict[int, str] = {}
+        for _, root, fqn, of_class, _ in sorted(self._called, key=lambda call: call[1]):
+            if fqn == "":
+                known = [name for name in (found.get(root), of_class) if name]
+                found[root] = min(known, default="")
+        return found
+
+    @cached_property
+    def _called(self) -> list[tuple[str, int, str, str | None, bool]]:
+        """(side, root, module, its class, whether on a rank that both sides have) of all that was called."""
+        union = " UNION ALL ".join(
+            f"SELECT '{side}', root, module_fqn, module_class, bool_or(c.rank IS NOT NULL) FROM {side}.module_calls m "
+            f"LEFT JOIN common c ON c.rank = m.rank AND c.step = m.step WHERE m.step = {self.step} GROUP BY ALL"
+            for side in ("baseline", "candidate")
+        )
+        return self._connection.execute(union).fetchall()
+
+    def node_gradients(self, d: Difference, direction: str) -> tuple[list[Change | None], int, int]:
+        """The gradients into or out of a Node by position, and their count on both sides."""
+        return node_gradients(self._connection, d, direction)
 
     def unused_forwards(self) -> dict[int, list[tuple[float, float]]]:
         """By rank, the stretches of the step that hold a forward which no backward pass followed."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import duckdb
 
+from gradtrace_analyzer.pairing import opened_places, within
 from gradtrace_analyzer.tolerance import PASSED_ON, TURNED, UNJUDGED, UPDATED, Rule, roundoff_sql
 
 # By how much more than the other parameters a statistic of the last steps may differ.
@@ -22,6 +23,7 @@ def judge_updates(connection: duckdb.DuckDBPyConnection, scale: float) -> None:
     Plain SGD passes a gradient's error on. An adaptive optimizer makes a whole step of the sign of a gradient that is
     all rounding: of flat parameters (a bias in front of a softmax) any share may be, so they are not judged there.
     """
+    places = opened_places(connection)
     change = "d.writes_error * greatest(d.writes_b_norm, d.writes_c_norm)"
     ulp = f"8 * greatest({roundoff_sql('d.writes_b_dtype')}, {roundoff_sql('d.writes_c_dtype')})"
     size = "greatest(d.writes_b_norm, d.writes_c_norm)"
@@ -29,7 +31,7 @@ def judge_updates(connection: duckdb.DuckDBPyConnection, scale: float) -> None:
         "SELECT b.rank, b.step, b.root, b.parameter_fqn, list_distance(b.sketch::DOUBLE[], a.sketch::DOUBLE[]) "
         f"AS size FROM {side}.parameters b JOIN {side}.parameters a USING (rank, step, root, parameter_fqn) "
         "SEMI JOIN opened USING (rank, step) WHERE b.point = 'before' AND a.point = 'after' "
-        "AND len(a.sketch) = len(b.sketch)"
+        f"AND len(a.sketch) = len(b.sketch) AND {within(places, 'a')} AND {within(places, 'b')}"
         for side in ("baseline", "candidate")
     )
     share = (
@@ -87,29 +89,29 @@ def judge_given(connection: duckdb.DuckDBPyConnection, rule: Rule, scale: float)
     )
     # What the last step left is judged there: here only what changed since. Buffers, which the forward
     # changes, have no row after the optimizer: statistics are held against a far wider tolerance.
-    last = (
-        "EXISTS (SELECT 1 FROM {side}.parameters a WHERE a.rank = d.rank AND a.root = d.key_root "
-        "AND a.parameter_fqn = d.key_parameter_fqn AND a.step = d.step - 1 AND a.point = 'after'{same})"
+    places = opened_places(connection)
+    before = [(rank, step - 1) for rank, step in places]
+    handed_on = " UNION ALL ".join(
+        "SELECT b.rank, b.step, b.root, b.parameter_fqn, "
+        f"{side == 'baseline'} AND b.kind = 'buffer' AS is_buffer, "
+        f"{side == 'baseline'} AND a.step IS NOT NULL AS has_last, "
+        "coalesce(a.fingerprint = b.fingerprint, false) AS is_kept "
+        f"FROM {side}.parameters b LEFT JOIN (FROM {side}.parameters a WHERE a.point = 'after' "
+        f"AND {within(before, 'a')}) a ON a.rank = b.rank AND a.step = b.step - 1 AND a.root = b.root "
+        f"AND a.parameter_fqn = b.parameter_fqn WHERE b.point = 'before' AND {within(places, 'b')}"
+        for side in ("baseline", "candidate")
     )
-    same = (
-        " AND a.fingerprint = (SELECT b.fingerprint FROM {side}.parameters b WHERE b.rank = d.rank "
-        "AND b.root = d.key_root AND b.parameter_fqn = d.key_parameter_fqn AND b.step = d.step "
-        "AND b.point = 'before')"
-    )
-    kept = " AND ".join(
-        last.format(side=side, same=same.format(side=side)) for side in ("baseline", "candidate")
-    )
-    computed = (
-        f"d.step > (SELECT min(step) FROM common) AND NOT {last.format(side='baseline', same='')} "
-        "AND EXISTS (SELECT 1 FROM baseline.parameters a WHERE a.rank = d.rank AND a.root = d.key_root "
-        "AND a.parameter_fqn = d.key_parameter_fqn AND a.step = d.step AND a.kind = 'buffer')"
-    )
+    computed = "d.step > (SELECT min(step) FROM common) AND NOT h.has_last AND h.is_buffer"
     loose = f"greatest({_STATISTICS} * {scale * rule.forward()!r}::DOUBLE, {_GROWTH} * coalesce(g.weights, 0))"
     connection.execute(
         "UPDATE differing_parameters d SET writes_tolerance = allowed, beyond = exceeds OR apart, "
         "exceeds = exceeds OR apart FROM (SELECT id, NOT kept AND coalesce(writes_error > allowed, true) AS apart, "
-        f"allowed FROM (SELECT d.rowid AS id, d.writes_error, {kept} AS kept, CASE WHEN {computed} THEN {loose} "
-        f"ELSE {once} END AS allowed FROM differing_parameters d LEFT JOIN growth g "
+        "allowed FROM (SELECT d.rowid AS id, d.writes_error, coalesce(h.is_kept, false) AS kept, "
+        f"CASE WHEN {computed} THEN {loose} ELSE {once} END AS allowed FROM differing_parameters d LEFT JOIN ("
+        "SELECT rank, step, root, parameter_fqn, "
+        "bool_and(is_kept) AS is_kept, bool_or(is_buffer) AS is_buffer, bool_or(has_last) AS has_last "
+        f"FROM ({handed_on}) GROUP BY ALL) h ON h.rank = d.rank AND h.step = d.step AND h.root = d.key_root "
+        "AND h.parameter_fqn = d.key_parameter_fqn LEFT JOIN growth g "
         "ON g.rank = d.rank AND g.step = d.step WHERE key_point = 'before' AND only_in IS NULL)) j "
         "WHERE j.id = d.rowid"
     )

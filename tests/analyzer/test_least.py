@@ -85,7 +85,9 @@ def exceeding(a: Path, b: Path, scale: float) -> tuple[set[Place], set[Place]]:
     # Each step but the first is given what the one before left.
     proposed = sieved(0, parts, frozenset(range(STEPS)), least, frozenset([0]))
     assert not proposed.unpaired
-    return found, {(t.table, t.point, t.step) for t in proposed.tallies if t.exceeds}
+    return found, {
+        (t.table, t.point, step) for t in proposed.tallies for step in t.steps[t.exceeds].tolist()
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
