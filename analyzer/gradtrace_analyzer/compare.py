@@ -300,7 +300,11 @@ def _compared(
         return answer("within_tolerance", origins=firsts, notes=notes)
     origins, inherited = search(beyond, exceeding=True).origins()
     return answer(
-        "different", origins=origins or firsts, inherited=inherited, first_bits=firsts[0], notes=notes
+        "different",
+        origins=origins or firsts,
+        inherited=inherited,
+        first_bits=firsts[0],
+        notes=notes,
     )
 
 
