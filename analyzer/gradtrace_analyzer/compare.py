@@ -88,7 +88,13 @@ def compare(
             may_guess = not asked_differently(runs)
             naming = settle_names(connection, ranks, renames, may_guess=may_guess)
         judgement = Judgement(
-            connection, runs, precision=precision, repeats=repeats, exact=exact, scale=scale
+            connection,
+            runs,
+            precision=precision,
+            repeats=repeats,
+            exact=exact,
+            scale=scale,
+            is_step_alone=wanted.step is not None,
         )
         try:
             return _compared(connection, runs, ranks, exact, naming, wanted, with_chain, judgement)

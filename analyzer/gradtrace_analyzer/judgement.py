@@ -44,6 +44,7 @@ class Judgement:
         repeats: Sequence[Run] = (),
         exact: bool = False,
         scale: float = 1.0,
+        is_step_alone: bool = False,
     ) -> None:
         """With `exact` nothing is set aside. `repeats` are repeats of the baseline, from which noise is measured.
 
@@ -53,6 +54,7 @@ class Judgement:
         self._connection = connection
         self._scale = scale
         self._exact = exact
+        self._is_step_alone = is_step_alone
         declared = [precision] if precision else []
         switched = [_switched_on(run) for run in runs.values()]
         # On a CPU the switch has no effect, so that it counts where the sides differ in it alone.
@@ -100,7 +102,7 @@ class Judgement:
         if "parameters" in filled:
             judge_updates(self._connection, self._scale)
         if filled & {"parameters", "inputs"}:
-            judge_given(self._connection, self.rule, self._scale)
+            judge_given(self._connection, self.rule, self._scale, is_step_alone=self._is_step_alone)
         if self._repeats is not None:
             self.noise = self._repeats.measure(self._connection, self._scale)
         find_steady(self._connection)

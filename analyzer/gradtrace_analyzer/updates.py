@@ -77,8 +77,13 @@ def is_plain(connection: duckdb.DuckDBPyConnection) -> bool:
     return bool(row is not None and row[0])
 
 
-def judge_given(connection: duckdb.DuckDBPyConnection, rule: Rule, scale: float) -> None:
-    """Inputs, and parameters before a step: given, not computed. Of another dtype they are rounded once."""
+def judge_given(
+    connection: duckdb.DuckDBPyConnection, rule: Rule, scale: float, *, is_step_alone: bool
+) -> None:
+    """Inputs, and parameters before a step: given, not computed. Of another dtype they are rounded once.
+
+    Where a step is compared alone what it was given is not judged in the step before it: it counts here.
+    """
     once = (
         "CASE WHEN writes_b_dtype <> writes_c_dtype THEN 1.01 * greatest("
         f"{roundoff_sql('writes_b_dtype')}, {roundoff_sql('writes_c_dtype')}) ELSE 0 END"
@@ -90,9 +95,7 @@ def judge_given(connection: duckdb.DuckDBPyConnection, rule: Rule, scale: float)
     # What the last step left is judged there: here only what changed since. Buffers, which the forward
     # changes, have no row after the optimizer: statistics are held against a far wider tolerance.
     places = opened_places(connection)
-    # Only of a step that was compared: `--at` looks at one alone, and what it was given may differ by anything.
-    compared = set(connection.execute("SELECT rank, step FROM common").fetchall())
-    before = [(rank, step - 1) for rank, step in places if (rank, step - 1) in compared]
+    before = [] if is_step_alone else [(rank, step - 1) for rank, step in places]
     handed_on = " UNION ALL ".join(
         "SELECT b.rank, b.step, b.root, b.parameter_fqn, "
         f"{side == 'baseline'} AND b.kind = 'buffer' AS is_buffer, "
