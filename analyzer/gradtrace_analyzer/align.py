@@ -83,8 +83,11 @@ class Alignment:
             least=None if judgement is None else judgement.least,
         )
 
-    def _clean(self, is_whole: bool) -> None:
-        """Take out of the `differing_` tables what is no difference; `is_whole` as in `Opening`."""
+    def _clean(self, is_whole: bool) -> int | None:
+        """Take out of the `differing_` tables what is no difference; `is_whole` as in `Opening`.
+
+        Returns the first step of what is told although no row of it may be left.
+        """
         connection = self._connection
         for table in LINK_TABLES:
             for *place, count in connection.execute(
@@ -112,6 +115,10 @@ class Alignment:
             connection.execute(
                 f"DELETE FROM differing_{table.table} WHERE NOT ({self._chosen.condition(table, 'key_')})"
             )
+        aside = judgement.aside if judgement is not None else []
+        steps = [a.first_step for a in aside]
+        steps += [lone.first_step for lone in self.structure.lone if lone.first_step is not None]
+        return min(steps, default=None)
 
     @property
     def counted_steps(self) -> int:

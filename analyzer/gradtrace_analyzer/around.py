@@ -46,14 +46,19 @@ def equal_in_step(
     cover: Cover,
     modules: Collection[tuple[int, str]],
     roots: Mapping[int, str],
+    points: Collection[str],
 ) -> dict[str, tuple[str, ...]]:
-    """What has no row that differs: ranks, links on all ranks, and modules with all that is in them on all ranks."""
+    """What has no row that differs: ranks, links on all ranks, and modules with all that is in them on all ranks.
+
+    `points` are those at which gradients were recorded in the step.
+    """
     apart = {d.link for d in differences}
     links = {
         link_of(table.table, point)
         for table in LINK_TABLES
         if cover.rows.get(table.table)
         for point in _points(table.table)
+        if table.table != "gradients" or point in points
     }
     touched = {place for d in differences for place in _modules_of(d)}
     untouched = {place for place in modules if place not in touched}

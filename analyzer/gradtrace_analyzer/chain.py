@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gradtrace_analyzer.causes import Causes
 from gradtrace_analyzer.circumstances import Circumstances
 from gradtrace_analyzer.dataflow import Dataflow
-from gradtrace_analyzer.differences import Change, Difference
+from gradtrace_analyzer.differences import Change, Difference, settings_apart
 from gradtrace_analyzer.stage_edges import StageEdges
 from gradtrace_analyzer.trail import Trail
 
@@ -58,6 +58,7 @@ class RankChain:
         self._first_drawn: list[int] = []
         self._accumulating: dict[tuple[object, ...], Difference] = {}
         self.waiting: list[int] = []
+        self._carried: dict[int, int] = {}
         self.buckets: list[MetBucket] = []
         self.received: list[tuple[Difference, int]] = []
         self.sent: dict[tuple[object, object, str], int] = {}
@@ -65,11 +66,16 @@ class RankChain:
     def add(self, d: Difference) -> int:
         """The row's vertex."""
         before = self._before()
-        if d.only_in is not None and d.link != "carried_gradient":
+        if id(d) in self._carried:
+            v = self._carried[id(d)]
+        elif d.only_in is not None and d.link != "carried_gradient":
             v = self._causes.add(d, before)
             self._join(v, "structure")
             if d.table in ("module_calls", "node_events"):
                 self._join_module(v, d)
+            if d.table == "gradients":
+                self._join(v, "gradient", d.key["root"], d.key["parameter_fqn"])
+                self._join(v, "gradients")
         elif d.table == "parameters":
             v = self._parameter(d)
         elif d.table == "inputs":
@@ -87,7 +93,9 @@ class RankChain:
         elif d.table == "stage_events":
             v = self._stage(d)
         else:
-            v = self._causes.add(d, self._so_far("losses"))
+            # A schedule may look at the loss; what else an optimizer is set to depends on no tensor.
+            depends = set(settings_apart(d.values)) <= {"learning_rate"}
+            v = self._causes.add(d, self._so_far("losses") if depends else ())
             self._join(v, "groups")
         if self._known.is_filtered and not self._causes.feeders[v]:
             self._causes.feeders[v] |= set(before)
@@ -190,6 +198,7 @@ class RankChain:
         if "ddp_sync" in d.values:
             v = self._causes.add(d)
             self._join(v, "sync", index)
+            self._join(v, "syncs")
             return v
         v = self._causes.add(
             d, [*self._so_far("forward"), *self._so_far("noted"), *self._so_far("structure")]
@@ -270,7 +279,13 @@ class RankChain:
                 feeders += self._arriving(node)
             elif not feeders and (self._rank, root, name) not in self._known.accumulated:
                 feeders = self._before()
+            elif not feeders and d.key["backward_index"]:
+                # Between two passes one call clears or changes .grad of many parameters.
+                feeders = self._so_far("between passes", d.key["backward_index"])
+            alone = not feeders
             v = self._causes.add(d, feeders)
+            if alone and d.key["backward_index"]:
+                self._join(v, "between passes", d.key["backward_index"])
             self._join(v, "local of", d.key["backward_index"], root, name)
         elif point == "reduced":
             feeders = self._so_far("reduced from", root, name)
@@ -279,9 +294,8 @@ class RankChain:
             v = self._causes.add(d, feeders)
             self.waiting.append(v)
         else:
-            v = self._causes.add(
-                d, self._so_far("gradient", root, name) or self._so_far("gradients")
-            )
+            feeders = self._so_far("gradient", root, name) or self._so_far("gradients")
+            v = self._causes.add(d, feeders or self._so_far("syncs"))
             self.waiting.append(v)
         self._join(v, "gradient", root, name)
         self._join(v, "gradients")
@@ -344,6 +358,9 @@ class RankChain:
         if d.table == "node_events" and d.key["parameter_fqn"] is not None and d.only_in is None:
             place = (d.key["backward_index"], d.key["root"], d.key["parameter_fqn"])
             self._accumulating[place] = d
+        # What a step begins with comes before all of it, wherever its row stands.
+        if d.link == "carried_gradient":
+            self._carried[id(d)] = self._gradient(d)
         if d.table != "stage_events":
             return
         # What an action received comes before all that ran in it.

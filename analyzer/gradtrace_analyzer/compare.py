@@ -239,7 +239,7 @@ def _compared(
             repeated=tuple(repeated(connection, origins[0].step)) if origins else (),
             first_nonfinite=on_ranks(_first_nonfinite(alignment, origins, roots), stages),
             equal=(
-                equal_in_step(differences, cover, here.modules(), roots)
+                equal_in_step(differences, cover, here.modules(), roots, here.gradient_points())
                 if here is not None and verdict == "different" and sums is None
                 else {}
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -172,3 +173,14 @@ def changed_gradient(values: Sequence[Any], is_equal: bool, d: Difference) -> Ch
         noise=whole.noise if whole is not None else None,
         told_by=whole.told_by if whole is not None else None,
     )
+
+
+def settings_apart(values: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    """A group's values that differ, of its hyperparameters only those that do."""
+    found = dict(values)
+    before, after = found.pop("hyperparameters", ("{}", "{}"))
+    old, new = json.loads(before or "{}"), json.loads(after or "{}")
+    for name in sorted({*old, *new}):
+        if old.get(name) != new.get(name):
+            found[name] = (old.get(name), new.get(name))
+    return found

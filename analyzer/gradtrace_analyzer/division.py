@@ -46,6 +46,8 @@ def divisions(
         passes, numel, fed, calls = row or (0, 0, 0, 0)
         found.append(Division(run.world_size or len(run.ranks), passes or 0, numel, fed, calls))
     a, b = found
+    if not a.parameter_numel or not b.parameter_numel:
+        return None  # one side did not record them (GRADTRACE_DETAIL): nothing tells
     if (a.ranks, a.passes, a.parameter_numel) == (b.ranks, b.passes, b.parameter_numel):
         return None
     # One pass more or less for the same calls is no other division: it was left out, failed, or was made twice.

@@ -88,9 +88,9 @@ class Judgement:
                 f"UPDATE {name} SET given = exceeds, beyond = exceeds"
             )
         self.scaled = unscale(self._connection)
+        self._shapes()
         self._growth()
         self._rounding()
-        self._shapes()
         write_arriving(self._connection)
         write_kinks(self._connection)
         write_unsteady(self._connection)
@@ -241,6 +241,8 @@ class Judgement:
     def _growth(self) -> None:
         """`growth`: by how much the parameters of a rank's step differ before it, and how much its forward then does.
 
+        What a buffer holds is no drift of what is trained.
+
         The parameters' is the largest of any module, whose parameters are taken together; the forward's is the larger
         of the root's output and the median of all modules.
         """
@@ -254,7 +256,9 @@ class Judgement:
             "SELECT rank, step, key_root, regexp_replace(key_parameter_fqn, '\\.?[^.]*$', '') AS owner, "
             "sqrt(sum((writes_error * greatest(writes_b_norm, writes_c_norm)) ** 2) "
             "/ nullif(sum(greatest(writes_b_norm, writes_c_norm) ** 2), 0)) AS change "
-            "FROM differing_parameters WHERE key_point = 'before' AND only_in IS NULL GROUP BY ALL), "
+            "FROM differing_parameters d WHERE key_point = 'before' AND only_in IS NULL AND NOT EXISTS "
+            "(SELECT 1 FROM shapes s WHERE s.root = d.key_root AND s.parameter_fqn = d.key_parameter_fqn "
+            "AND s.is_buffer) GROUP BY ALL), "
             "received AS (SELECT rank, step, max(change) AS change FROM modules GROUP BY ALL) "
             "SELECT r.rank, r.step, r.change AS weights, coalesce(f.change, 0) AS forward "
             "FROM received r LEFT JOIN seen_noise f USING (rank, step)"
@@ -350,7 +354,7 @@ class Judgement:
     def _shapes(self) -> None:
         self._connection.execute(
             "CREATE OR REPLACE TEMP TABLE shapes AS SELECT root, parameter_fqn, "
-            "bool_or(len(shape) < 2) AS is_flat FROM baseline.parameters "
+            "bool_or(len(shape) < 2) AS is_flat, bool_or(kind = 'buffer') AS is_buffer FROM baseline.parameters "
             f"WHERE step = {self._first_step} GROUP BY ALL"
         )
 

@@ -15,6 +15,7 @@ import duckdb
 
 from gradtrace_analyzer.by_stage import arrange
 from gradtrace_analyzer.database import connect_pair
+from gradtrace_analyzer.errors import NoRepeat
 from gradtrace_analyzer.footers import row_counts, table_counts
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.opening import Opening, Reading
@@ -95,6 +96,11 @@ class Repeats:
             reading = Reading(runs, counts, are_arranged=self.is_arranged)
             unread = {table.table: "" for table in LINK_TABLES}
             opening = Opening(pair, reading, ranks, unread, lambda _: None)
+            if not _shares_values(pair):
+                raise NoRepeat(
+                    f"--noise {repeat.name} is no repeat of the baseline: hardly a value in it is of the same step, "
+                    "rank and parameter or module, and of the same size"
+                )
             unscale(pair)
         except BaseException:
             pair.close()
@@ -147,6 +153,24 @@ class Repeats:
             errors[-1] if errors else 0.0,
             not errors,
         )
+
+
+def _shares_values(pair: duckdb.DuckDBPyConnection) -> bool:
+    """Whether the repeat has summaries of most of what the baseline has in their first common step."""
+    for table, name, norm, numel in (
+        ("parameters", "parameter_fqn", "norm", "numel"),
+        ("module_calls", "module_fqn", "output_norm", "output_numel"),
+        ("gradients", "parameter_fqn", "norm", "numel"),
+    ):
+        counts = pair.execute(
+            f"SELECT count(*), count(*) FILTER (EXISTS (SELECT 1 FROM candidate.{table} c WHERE c.rank = b.rank "
+            f"AND c.step = b.step AND c.{name} = b.{name} AND c.{numel} = b.{numel} "
+            f"AND c.{norm} IS NOT NULL)) FROM baseline.{table} b SEMI JOIN common USING (rank, step) "
+            f"WHERE b.step = (SELECT min(step) FROM common) AND b.{norm} IS NOT NULL"
+        ).fetchone()
+        if counts is not None and counts[0]:
+            return bool(2 * counts[1] >= counts[0])
+    return False
 
 
 def _roles(table: LinkTable) -> list[tuple[str, str]]:

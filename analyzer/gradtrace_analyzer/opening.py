@@ -72,9 +72,10 @@ class Opening:
     """Makes `seen`, `common` and, of the steps that matter, `opened`, `step_start` and the `differing_` tables.
 
     `clean` is called whenever these were made anew, before anything is counted in them; it is told whether all steps
-    that may differ are open. `tallies` are those of the
-    steps that differ and are not opened. With `realigns`, Nodes of a call that are not the same on both sides are
-    numbered by what they are alike in. Of a run of which one step was `chosen`, that is opened, beside the first.
+    that may differ are open, and returns the first step of what it took out and tells all the same. `tallies` are
+    those of the steps that differ and are not opened. With `realigns`, Nodes of a call that are not the same on both
+    sides are numbered by what they are alike in. Of a run of which one step was `chosen`, that is opened, beside the
+    first.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Opening:
         reading: Reading,
         ranks: Sequence[int],
         unread: Mapping[str, str],
-        clean: Callable[[bool], None],
+        clean: Callable[[bool], int | None],
         *,
         realigns: bool = False,
         chosen: Chosen | None = None,
@@ -154,8 +155,8 @@ class Opening:
             )
         )
 
-    def _open(self, places: Collection[Place]) -> None:
-        """Make the tables of these steps alone."""
+    def _open(self, places: Collection[Place]) -> int | None:
+        """Make the tables of these steps alone. Returns what `clean` does."""
         self._name_opened(places)
         self._name_unjudged(self._unpaired - set(places))
         if self._realigns:
@@ -167,7 +168,7 @@ class Opening:
             # Where the code of a call was changed, its Nodes are not those of the same number.
             if table.table == "node_events" and self._realigns and realign(self._connection):
                 self._connection.execute(make)
-        self._clean(self._apart.keys() <= set(places))
+        return self._clean(self._apart.keys() <= set(places))
 
     def _apart_in(self, table: LinkTable, places: Collection[Place]) -> Collection[Place]:
         """Those of these steps in which a table may differ."""
@@ -197,10 +198,12 @@ class Opening:
         tallies, unpaired = self._sieved(suspects)
         self._unpaired = unpaired
         anchors = self._anchors()
+        told: set[int] = set()
         with progress("pairing the steps in which names or order differ", len(unpaired)) as count:
             for portion in self._loads(sorted(unpaired, key=lambda place: (place[1], place[0]))):
                 ranks = {rank for rank, _ in portion}
-                self._open({*portion, *(a for a in anchors if a[0] in ranks)})
+                first_told = self._open({*portion, *(a for a in anchors if a[0] in ranks)})
+                told |= set() if first_told is None else {first_told}
                 tallies += [
                     t.where(t.among({step for rank, step in portion if rank == t.rank}))
                     for t in tallied(self._connection)
@@ -208,9 +211,11 @@ class Opening:
                 count(len(portion))
 
         def open_steps(steps: Collection[int]) -> None:
-            self._open({*anchors, *(place for step in steps for place in by_step[step])})
+            self._open({*anchors, *(place for step in steps for place in by_step.get(step, ()))})
 
         chosen = first_step(tallies) | first_step(tallies, "nonfinite")
+        # Rows that were set aside leave no tally, and are told all the same.
+        chosen |= {min(told)} if told else set()
         open_steps(chosen)
         # Whether a step is beyond tolerance is judged where it is opened: the tally only proposes it.
         proposed = sorted(steps_of(tallies, "exceeds") - chosen)

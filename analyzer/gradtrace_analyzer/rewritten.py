@@ -26,12 +26,13 @@ _GRADIENT_TABLES = {
 
 @dataclass(frozen=True)
 class Aside:
-    """Rows that one side alone has and that change nothing: `count` of this kind and name."""
+    """Rows that one side alone has and that change nothing: `count` of this kind and name, from `first_step` on."""
 
     kind: str
     name: str
     only_in: str
     count: int
+    first_step: int
 
 
 @dataclass(frozen=True)
@@ -150,17 +151,17 @@ def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False
         found += [
             Aside({"node_events": "node", "module_calls": "call"}[table], *row)
             for row in connection.execute(
-                f"SELECT {name}, only_in, count(*) FROM differing_{table} d JOIN aside ON aside.id = d.rowid "
-                "GROUP BY ALL ORDER BY count(*) DESC, 1"
+                f"SELECT {name}, only_in, count(*), min(step) FROM differing_{table} d "
+                "JOIN aside ON aside.id = d.rowid GROUP BY ALL ORDER BY count(*) DESC, 1"
             ).fetchall()
         ]
         connection.execute(f"DELETE FROM differing_{table} WHERE rowid IN (SELECT id FROM aside)")
     # A group whose only difference is the kernel that computes its update.
     kernels = connection.execute(
-        "SELECT coalesce(max(only_in), ''), count(*) FROM differing_optimizer_groups WHERE NOT exceeds"
+        "SELECT count(*), min(step) FROM differing_optimizer_groups WHERE NOT exceeds"
     ).fetchone()
-    if kernels is not None and kernels[1]:
-        found.append(Aside("optimizer kernel", "fused or foreach", "both", kernels[1]))
+    if kernels is not None and kernels[0]:
+        found.append(Aside("optimizer kernel", "fused or foreach", "both", *kernels))
         connection.execute("DELETE FROM differing_optimizer_groups WHERE NOT exceeds")
     return found
 

@@ -64,6 +64,19 @@ class Surroundings:
             if side == "baseline" and is_common and self._cover.chosen.wants_module(fqn)
         }
 
+    def gradient_points(self) -> set[str]:
+        """Where in the step both sides recorded gradients: `local`, `reduced`, `final`."""
+        points = [
+            {
+                point
+                for (point,) in self._connection.execute(
+                    f"SELECT DISTINCT point FROM {side}.gradients WHERE step = {self.step}"
+                ).fetchall()
+            }
+            for side in ("baseline", "candidate")
+        ]
+        return points[0] & points[1]
+
     def roots(self) -> dict[int, str]:
         """The class of each root module that was called."""
         found: dict[int, str] = {}

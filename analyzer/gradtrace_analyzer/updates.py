@@ -106,7 +106,11 @@ def judge_given(
         f"AND a.parameter_fqn = b.parameter_fqn WHERE b.point = 'before' AND {within(places, 'b')}"
         for side in ("baseline", "candidate")
     )
-    computed = "d.step > (SELECT min(step) FROM common) AND NOT h.has_last AND h.is_buffer"
+    # What a buffer counts, in integers, is exact.
+    computed = (
+        "d.step > (SELECT min(step) FROM common) AND NOT h.has_last AND h.is_buffer "
+        f"AND {roundoff_sql('writes_b_dtype')} > 0"
+    )
     loose = f"greatest({_STATISTICS} * {scale * rule.forward()!r}::DOUBLE, {_GROWTH} * coalesce(g.weights, 0))"
     connection.execute(
         "UPDATE differing_parameters d SET writes_tolerance = allowed, beyond = exceeds OR apart, "

@@ -9,11 +9,13 @@ import pytest
 
 import gradtrace_analyzer.opening as opening
 from gradtrace_analyzer.compare import compare
+from gradtrace_analyzer.errors import NoRepeat
 from gradtrace_analyzer.reports.diff_object import as_object
 from gradtrace_analyzer.run import open_run
 from support.commands import asked
 from support.large import Sizes, build_large
 from support.layered import layered_run
+from support.synthetic import build_run
 
 # A repeat's noise is allowed four times, and a verdict rests on 1.5 times that (Nodes: 4 times).
 SURE, SURE_OF_NODES = 4 * 1.5, 4 * 4.0
@@ -130,3 +132,14 @@ def test_repeat_of_any_size_gives_the_same_answer(
                 found = as_object(compare(open_run(a), open_run(b), repeats=[open_run(repeat)]))
                 answers.append((found["verdict"], found["first_divergence"]))
         assert answers[0] == answers[1] and answers[0][0] == verdict
+
+
+def test_run_of_another_model_is_no_repeat(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        layered_run(tmp_path / name, forward=1e-7 * (name == "b"))
+    build_large(tmp_path / "other", Sizes(ranks=1, steps=3, nodes=8, modules=4))
+    build_run(tmp_path / "empty", {"steps": [{"step": 50}]})
+    pair = open_run(tmp_path / "a"), open_run(tmp_path / "b")
+    for noise in ("other", "empty"):
+        with pytest.raises(NoRepeat, match=f"--noise {noise} is no repeat of the baseline"):
+            compare(*pair, repeats=[open_run(tmp_path / noise)])

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from gradtrace_analyzer.errors import CannotWrite
+from gradtrace_analyzer.exports.whole import whole_file
 from gradtrace_analyzer.run import Run, open_run
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,13 +58,8 @@ def tell(notice: str) -> None:
 
 def write_output(path: Path, text: str) -> None:
     """Write a file that a person asked for: whole, or not at all. Raises CannotWrite."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CannotWrite(f"{path} cannot be written: {error.strerror}") from error
+    with whole_file(path) as place:
+        place.write_text(text, encoding="utf-8")
 
 
 def answer(lines: Iterable[str]) -> None:

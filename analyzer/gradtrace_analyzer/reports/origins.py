@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from gradtrace_analyzer.diff import Answer, Origin
 from gradtrace_analyzer.differences import LENGTHS, Change
@@ -19,8 +16,11 @@ from gradtrace_analyzer.reports.places import (
     module_of,
     module_phrase,
     node_phrase,
+    number,
     parameter_of,
+    place_of,
     row_name,
+    size_of,
     size_phrase,
 )
 from gradtrace_analyzer.reports.structure import code_sentence
@@ -61,6 +61,12 @@ def origin_sentence(origin: Origin) -> str:
             f"{where}backward pass {d.key['backward_index']} is {b} in the candidate and {a} in the "
             "baseline; all before it is equal."
         )
+    if origin.link == "structure" and d.table == "gradients" and d.key["point"] == "final":
+        other = {"baseline": "candidate", "candidate": "baseline"}[str(d.only_in)]
+        return (
+            f"{where}the optimizer saw no gradient of {parameter_of(origin)} in the {other}: it had none when the "
+            "optimizer stepped, or is in no group of it. All before it is equal."
+        )
     if origin.link == "structure":
         return f"{where}{row_name(origin)} is in the {d.only_in} alone; all before it is equal."
     if "requires_grad" in d.values:
@@ -99,7 +105,7 @@ def origin_sentence(origin: Origin) -> str:
             )
         aside = " that it depends on" if origin.aside is not None else ""
         return (
-            f"{where}the loss is {_number(b)} instead of {_number(a)},{scaled} although the outputs of all "
+            f"{where}the loss is {number(b)} instead of {number(a)},{scaled} although the outputs of all "
             f"modules{aside} are equal: the code between the model and backward() is where they "
             f"part.{_aside(origin)}{_rescaled(origin)}"
         )
@@ -149,6 +155,13 @@ def origin_sentence(origin: Origin) -> str:
             "Nodes gave are equal: something changed .grad since the microbatch before, or what "
             "came was not added as it is."
         )
+    if origin.link == "local_gradient" and d.key["backward_index"]:
+        index = d.key["backward_index"]
+        return (
+            f"{where}the gradient accumulated for {parameter_of(origin)}{and_others(origin)} in backward pass "
+            f"{index} {size}, although the gradients that the Nodes gave are equal: .grad was changed or cleared "
+            f"between passes {index - 1} and {index}, or a hook on the parameter changed what came."
+        )
     if origin.link == "local_gradient":
         return (
             f"{where}the gradient accumulated for {parameter_of(origin)} {size}, although the gradients "
@@ -174,14 +187,7 @@ def origin_sentence(origin: Origin) -> str:
             "optimizer's step (clipping, unscaling) is where they part."
         )
     if d.table == "optimizer_groups":
-        changed = [
-            f"{name} is {_number(b)} instead of {_number(a)}"
-            for name, (a, b) in _settings_apart(d.values).items()
-        ]
-        return (
-            f"{where}group {d.key['group_index']} of optimizer {d.key['optimizer_index']} was set "
-            f"otherwise: {'; '.join(changed)}."
-        )
+        return f"{where}{place_of(origin)} {size_of(origin)}."
     return (
         f"{where}{parameter_of(origin)}{and_others(origin)} {size} after the optimizer's step, although "
         "its gradient, its value before the forward and the optimizer's settings are equal: the optimizer, "
@@ -372,18 +378,3 @@ def repeated_sentence(found: Repeated) -> str:
         f"{found.times:.4g} times the gradient of before arrives, though at {found.equal_count} other "
         f"{'Node' if found.equal_count == 1 else 'Nodes'} the same: a path is counted more than once."
     )
-
-
-def _settings_apart(values: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
-    """A group's values that differ, of its hyperparameters only those that do."""
-    found = dict(values)
-    before, after = found.pop("hyperparameters", ("{}", "{}"))
-    old, new = json.loads(before or "{}"), json.loads(after or "{}")
-    for name in sorted({*old, *new}):
-        if old.get(name) != new.get(name):
-            found[name] = (old.get(name), new.get(name))
-    return found
-
-
-def _number(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gradtrace_analyzer.diff import Origin
-from gradtrace_analyzer.differences import LENGTHS, Change
+from gradtrace_analyzer.differences import LENGTHS, Change, settings_apart
 
 
 def bucket_phrase(origin: Origin) -> str:
@@ -47,6 +49,8 @@ def _distance(origin: Origin, change: Change) -> str:
     ratio: float = change.candidate["norm"] / (change.baseline["norm"] or 1.0)
     if change.told_by in LENGTHS:
         longer = ratio / _ratio(origin.difference.reads)
+        if abs(longer - 1) < 1e-3:
+            return f"differs by {change.error:.1e}"
         return f"has {longer:.4g} times the baseline's norm, given what comes in"
     larger = f" (its norm is {ratio:.3g} times the baseline's)" if ratio > 3 else ""
     return f"differs by {change.error:.1e}{larger}"
@@ -87,6 +91,9 @@ def place_of(origin: Origin) -> str:
         return f"the end of backward pass {origin.failure.backward_index}"
     if origin.difference.table == "stage_events" and origin.place is not None:
         return f"what {origin.place.said} {'received' if origin.between else 'made'}"
+    if origin.difference.table == "optimizer_groups":
+        key = origin.difference.key
+        return f"group {key['group_index']} of optimizer {key['optimizer_index']}"
     if origin.link == "backward":
         return node_phrase(origin)
     if origin.parameter_fqn is not None:
@@ -103,7 +110,25 @@ def size_of(origin: Origin) -> str:
     values = origin.difference.values
     if "requires_grad" in values:
         return "requires_grad"
+    if origin.difference.table == "optimizer_groups" and origin.difference.only_in is None:
+        changed = (_setting_phrase(name, *pair) for name, pair in settings_apart(values).items())
+        return f"was set otherwise: {'; '.join(changed)}"
     return size_phrase(origin)
+
+
+def _setting_phrase(name: str, before: Any, after: Any) -> str:
+    if name != "parameter_fqns":
+        return f"{name} is {number(after)} instead of {number(before)}"
+    old, new = before or (), after or ()
+    said = [
+        f"{verb} {fqns[0]}" + (f" and {len(fqns) - 1} more parameters" if len(fqns) > 1 else "")
+        for verb, fqns in (
+            ("it lacks", [fqn for fqn in old if fqn not in new]),
+            ("it holds", [fqn for fqn in new if fqn not in old]),
+        )
+        if fqns
+    ]
+    return " and ".join(said) or "its parameters are in another order"
 
 
 def row_name(origin: Origin) -> str:
@@ -155,3 +180,8 @@ def parameter_of(origin: Origin) -> str:
 def and_others(origin: Origin) -> str:
     """` (and 3 more)`, or nothing."""
     return f" (and {origin.other_count} more)" if origin.other_count > 0 else ""
+
+
+def number(value: Any) -> str:
+    """A value as a person writes it."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,168 @@
+"""Mistakes in a training loop, around the passes: settings, .grad between passes, groups, buffers, steps asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradtrace_analyzer.opening as opening
+from gradtrace_analyzer.chosen import chosen
+from gradtrace_analyzer.compare import compare
+from gradtrace_analyzer.reports.diff_object import as_object
+from gradtrace_analyzer.run import open_run
+from support.recorded import recording
+
+
+class Net(nn.Module):
+    """Three layers, and two buffers that nothing reads."""
+
+    seen: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.extra = nn.Identity()
+        self.gain, self.noise, self.extra_count = 1.0, 0.0, 1
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.second(self.first(x).tanh()).tanh() * (1 + self.noise)
+        for _ in range(self.extra_count):
+            self.extra(h.detach())
+        return self.head(h) * self.gain
+
+
+def job(
+    directory: Path,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    decay: float = 0.0,
+    cleared_between: int | None = None,
+    kept: int | None = None,
+    left_out: bool = False,
+    noise: float = 0.0,
+    change: Callable[[int, Net], None] = lambda step, net: None,
+) -> Path:
+    """Two passes a step. .grad is cleared between the passes of one step, or not before another."""
+    torch.manual_seed(0)
+    net = Net()
+    trained = [p for name, p in net.named_parameters() if not (left_out and "second" in name)]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=betas, weight_decay=decay)
+    draw = torch.Generator().manual_seed(1)
+    net.noise = noise
+    with recording(directory):
+        for step in range(4):
+            change(step, net)
+            if step != kept:
+                net.zero_grad()
+            for microbatch in range(2):
+                if microbatch and step == cleared_between:
+                    net.zero_grad()
+                net(torch.randn(5, 6, generator=draw)).square().mean().backward()
+            optimizer.step()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return job(tmp_path_factory.mktemp("good") / "run")
+
+
+def diff(a: Path, b: Path, at: int | None = None) -> dict[str, Any]:
+    return as_object(compare(open_run(a), open_run(b), chosen=chosen(at)))
+
+
+def test_setting_is_told_from_the_first_step_on(good: Path, tmp_path: Path) -> None:
+    answer = diff(good, job(tmp_path / "b", betas=(0.9, 0.99)))
+    assert (answer["verdict"], len(answer["origins"])) == ("different", 1)
+    said = "Step 0, rank 0: group 0 of optimizer 0 was set otherwise: betas is [0.9, 0.99] instead"
+    assert said in answer["explanation"]
+
+
+def test_setting_is_an_origin_beside_a_fault_in_the_forward(good: Path, tmp_path: Path) -> None:
+    def gain(step: int, net: Net) -> None:
+        net.gain = 1.01
+
+    answer = diff(good, job(tmp_path / "b", decay=0.1, change=gain))
+    assert [o["link"] for o in answer["origins"]] == ["forward", "optimizer"]
+    assert "group 0 of optimizer 0 was set otherwise: weight_decay is 0.1" in answer["explanation"]
+
+
+def test_gradients_that_were_cleared_between_two_passes_are_one_origin(
+    good: Path, tmp_path: Path
+) -> None:
+    answer = diff(good, job(tmp_path / "b", cleared_between=2))
+    [origin] = answer["origins"]
+    assert (origin["step"], origin["link"], origin["backward_index"]) == (2, "local_gradient", 1)
+    said = ".grad was changed or cleared between passes 0 and 1"
+    assert said in answer["explanation"] and "(and 5 more)" in answer["explanation"]
+
+
+def test_gradients_that_were_left_from_the_step_before_are_one_origin(
+    good: Path, tmp_path: Path
+) -> None:
+    answer = diff(good, job(tmp_path / "b", kept=2))
+    [origin] = answer["origins"]
+    assert (origin["step"], origin["link"]) == (2, "carried_gradient")
+
+
+def test_parameters_that_no_optimizer_holds_are_told(good: Path, tmp_path: Path) -> None:
+    answer = diff(good, job(tmp_path / "b", left_out=True))
+    said = "group 0 of optimizer 0 was set otherwise: it lacks second.weight and 1 more parameters"
+    assert said in answer["explanation"]
+
+
+def test_step_that_was_given_other_parameters_accuses_nothing_in_it(
+    good: Path, tmp_path: Path
+) -> None:
+    def wrong_start(step: int, net: Net) -> None:
+        if step == 0:
+            with torch.no_grad():
+                net.second.weight.mul_(1.5)
+
+    answer = diff(good, job(tmp_path / "b", change=wrong_start), at=2)
+    first = answer["first_divergence"]
+    assert (first["step"], first["link"]) == (2, "parameters")
+    assert (
+        "what came before may be its cause, since step 1 was not compared" in answer["explanation"]
+    )
+
+
+def test_buffer_that_differs_hides_no_fault(good: Path, tmp_path: Path) -> None:
+    def counted(step: int, net: Net) -> None:
+        if step == 1:
+            net.seen[1] = 77
+
+    def scaled(step: int, net: Net) -> None:
+        if step == 1:
+            net.scale.fill_(5)
+        net.gain = 1.5 if step == 2 else 1.0
+
+    for change, link, name in ((counted, "parameters", "seen"), (scaled, "parameters", "scale")):
+        answer = diff(good, job(tmp_path / name, noise=1.2e-7, change=change))
+        first = answer["first_divergence"]
+        assert answer["verdict"] == "different", answer["explanation"]
+        assert (first["link"], first["parameter_fqn"]) == (link, name)
+
+
+def test_call_without_effect_is_told_however_little_is_opened(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def extra(step: int, net: Net) -> None:
+        net.extra_count = 1 + (step == 2)
+
+    other = job(tmp_path / "b", change=extra)
+    opened = diff(good, other)
+    monkeypatch.setattr(opening, "MOST_ROWS", 0)
+    sieved = diff(good, other)
+    assert opened["verdict"] == sieved["verdict"] == "within_tolerance"
+    assert [(a["kind"], a["name"], a["first_step"]) for a in sieved["set_aside"]] == [
+        ("call", "extra", 2)
+    ]
