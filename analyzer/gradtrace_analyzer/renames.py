@@ -87,9 +87,10 @@ def apply_renames(
     """Make the views of the schema `baseline` show the candidate's names.
 
     The first round is a person's; each later one stands for the names that those before have left.
-    Raises BadRename where a person's rename matches nothing, or two names would become one.
+    Raises BadRename where a person's rename matches nothing on either side, or two names would become one.
     """
     names = _distinct(connection, _NAMES)
+    of_candidate = set(_distinct(connection, _NAMES, "candidate")) if rounds[0] else set()
     lists = _distinct(connection, _LISTS)
     every = {name for name in names if isinstance(name, str)}
     every |= {name for of_list in lists for name in of_list if name is not None}
@@ -97,6 +98,10 @@ def apply_renames(
         if all(rename.of(name) is None for name in every):
             raise BadRename(
                 f"--rename {str(rename)!r}: the baseline has no module or parameter {rename.old!r}"
+            )
+        if of_candidate.isdisjoint(map(rename.of, every)):
+            raise BadRename(
+                f"--rename {str(rename)!r}: the candidate has no module or parameter {rename.new!r}"
             )
     new_names = {name: name for name in sorted(every)}
     for renames in rounds:
@@ -123,9 +128,11 @@ def new_names(connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
     return dict(connection.execute("FROM renamed_name").fetchall())
 
 
-def _distinct(connection: duckdb.DuckDBPyConnection, columns: Collection[str]) -> list[Any]:
+def _distinct(
+    connection: duckdb.DuckDBPyConnection, columns: Collection[str], side: str = "baseline"
+) -> list[Any]:
     selects = [
-        f"SELECT DISTINCT {column.name} FROM baseline.{table.name} WHERE {column.name} IS NOT NULL"
+        f"SELECT DISTINCT {column.name} FROM {side}.{table.name} WHERE {column.name} IS NOT NULL"
         for table in ALL_TABLES
         for column in table.columns
         if column.name in columns

@@ -13,6 +13,7 @@ from torch import nn
 import gradtrace_analyzer.opening as opening
 from gradtrace_analyzer.chosen import Chosen, chosen
 from gradtrace_analyzer.compare import compare
+from gradtrace_analyzer.errors import BadRename
 from gradtrace_analyzer.renames import rename_of
 from gradtrace_analyzer.reports.diff import lines
 from gradtrace_analyzer.reports.diff_object import as_object
@@ -157,6 +158,9 @@ def test_rename_of_a_person_is_taken_as_it_is(runs: Runs) -> None:
     assert answer["renames"] == ["blocks=layers"]
     assert answer["first_divergence"]["module_fqn"] == "layers.0"
     assert answer["structure"] == []
+    for pattern, lacks in (("nope=layers", "the baseline"), ("blocks=nope", "the candidate")):
+        with pytest.raises(BadRename, match=f"{lacks} has no module or parameter 'nope'"):
+            diff(runs(), runs(wrong_derivative, name="layers"), pattern)
 
 
 def test_model_inside_another_gives_the_same_numbers_by_other_code(runs: Runs) -> None:
