@@ -50,7 +50,7 @@ def explanation(answer: Answer) -> str:
         return f"Identical, {how}, in all that both recorded: {extent(cover)}.{lacking(cover)}"
     if answer.verdict == "within_tolerance" and answer.sums is not None:
         return (
-            f"The same within {_noise(answer)}: {answer.sums.words()} {_sentence(tolerance_words(answer))}."
+            f"The same within {_noise(answer)}. {answer.sums.words()} {_sentence(tolerance_words(answer))}."
             f"{lacking(cover)}"
         )
     if answer.verdict == "within_tolerance" and not answer.origins:
@@ -96,7 +96,7 @@ def explanation(answer: Answer) -> str:
 
 
 def _noise(answer: Answer) -> str:
-    return "rounding" if answer.noise is None else "noise"
+    return "rounding" if answer.noise is None or answer.noise.is_zero else "noise"
 
 
 def tolerance_words(answer: Answer) -> str:

@@ -65,18 +65,21 @@ def reached_object(reached: Reached) -> dict[str, Any]:
     }
 
 
+# How many origins the table of what they hand on has a column for.
+_MOST_SHOWN = 4
+
 # What `Answer.equal` holds, and that a link or module is in it only where all ranks that were compared agree.
 _EVERYWHERE = {
     "ranks": "all of rank",
     "links": "on all ranks the links",
-    "modules": "and the modules",
+    "modules": "the modules",
 }
 
 
 def inheritance_lines(answer: Answer, most: int) -> Iterator[str]:
     """What follows from each of several origins in their step, and what of the step is equal."""
     if answer.verdict == "different" and len(answer.origins) > 1 and not answer.unseen:
-        yield from _heirs(answer.origins[:4])
+        yield from _heirs(answer.origins)
         yield ""
     equal = [
         f"{_EVERYWHERE[what]} {', '.join(_shown(names, most))}"
@@ -95,7 +98,11 @@ def _shown(names: Sequence[str], most: int) -> list[str]:
 
 def _heirs(origins: Sequence[Origin]) -> Iterator[str]:
     """By link, how many rows of the step can have inherited from each."""
-    yield "Rows of that step that can have inherited from each origin (in brackets: from another too):"
+    of = (
+        "each origin" if len(origins) <= _MOST_SHOWN else f"each of the first {_MOST_SHOWN} origins"
+    )
+    yield f"Rows of that step that can have inherited from {of} (in brackets: from another too):"
+    origins = origins[:_MOST_SHOWN]
     rows = []
     for link in LINKS:
         counts = [origin.heirs.get(link, (0, 0)) for origin in origins]
