@@ -73,6 +73,8 @@ class RankChain:
             self._join(v, "structure")
             if d.table in ("module_calls", "node_events"):
                 self._join_module(v, d)
+            if d.table == "module_calls":
+                self._join(v, "lone calls", d.key["microbatch"], d.key["root"])
             if d.table == "gradients":
                 self._join(v, "gradient", d.key["root"], d.key["parameter_fqn"])
                 self._join(v, "gradients")
@@ -165,6 +167,8 @@ class RankChain:
                 for around in list(enclosing(fqn))[1:]:
                     feeders += self._so_far("own parameters", root, around)
                 feeders = feeders or self._so_far("forward")
+            # A call that one side alone made changes what the next one receives.
+            feeders = feeders or self._so_far("lone calls", microbatch, root)
         if writes:
             feeders += self._so_far("calls in", microbatch, root, fqn)
             feeders += self._so_far("parameters in", root, fqn)

@@ -19,7 +19,15 @@ from gradtrace_analyzer.database import usable_cores
 from gradtrace_analyzer.footers import Counts
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable, link_of
 from gradtrace_analyzer.occurrences import forget_numbers, realign
-from gradtrace_analyzer.pairing import SIDES, differing, opened, other_values, seen, within
+from gradtrace_analyzer.pairing import (
+    SIDES,
+    differing,
+    opened,
+    other_values,
+    place_among,
+    seen,
+    within,
+)
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.run import Run
 from gradtrace_analyzer.suspects import PROVEN, Place, suspects
@@ -168,6 +176,7 @@ class Opening:
             # Where the code of a call was changed, its Nodes are not those of the same number.
             if table.table == "node_events" and self._realigns and realign(self._connection):
                 self._connection.execute(make)
+        place_among(self._connection)
         return self._clean(self._apart.keys() <= set(places))
 
     def _apart_in(self, table: LinkTable, places: Collection[Place]) -> Collection[Place]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import duckdb
 
-from gradtrace_analyzer.links import LinkTable
+from gradtrace_analyzer.links import LINK_TABLES, LinkTable
 
 STATISTICS = ("numel", "dtype", "norm", "abs_max", "sum", "nan_count", "inf_count", "sketch")
 
@@ -129,7 +129,8 @@ def differing(table: LinkTable, unread: str, pairs: Collection[tuple[int, int]])
     columns = [
         "coalesce(b.rank, c.rank) AS rank",
         "coalesce(b.step, c.step) AS step",
-        "coalesce(b.record_index - b.first, c.record_index - c.first) AS place",
+        "coalesce(b.record_index - b.first, c.record_index - c.first)::DOUBLE AS place",
+        "c.record_index - c.first AS place_c",
         f"{_STEPS} AS steps_before",
         "CASE WHEN b.rank IS NULL THEN 'candidate' WHEN c.rank IS NULL THEN 'baseline' END AS only_in",
         *(f"coalesce(b.{k}, c.{k}) AS key_{k}" for k in table.key),
@@ -167,6 +168,35 @@ def differing(table: LinkTable, unread: str, pairs: Collection[tuple[int, int]])
         f"ON b.rank = c.rank AND b.step = c.step AND b.nth = c.nth AND {on} "
         f"WHERE b.rank IS NULL OR c.rank IS NULL OR {' OR '.join(differs)}"
     )
+
+
+def place_among(connection: duckdb.DuckDBPyConnection) -> None:
+    """Give rows of the candidate alone a place among the baseline's: in front of the next pair that differs.
+
+    The places of a pair are the baseline's, and each row that one side alone has shifts all that follow it.
+    """
+    tables = [f"differing_{table.table}" for table in LINK_TABLES]
+    lone = " UNION ALL ".join(
+        f"SELECT '{name}' AS of_table, rank, step, place_c FROM {name} WHERE only_in = 'candidate'"
+        for name in tables
+    )
+    if connection.execute(f"SELECT 1 FROM ({lone}) LIMIT 1").fetchone() is None:
+        return
+    pairs = " UNION ALL ".join(
+        f"SELECT rank, step, place, place_c FROM {name} WHERE only_in IS NULL" for name in tables
+    )
+    connection.execute(
+        "CREATE OR REPLACE TEMP TABLE among AS SELECT of_table, rank, step, place_c, place - 1 + "
+        "row_number() OVER (PARTITION BY rank, step, place ORDER BY place_c) "
+        "/ (count(*) OVER (PARTITION BY rank, step, place) + 1) AS place "
+        f"FROM (SELECT l.*, p.place FROM ({lone}) l ASOF JOIN ({pairs}) p ON p.rank = l.rank AND p.step = l.step "
+        "AND l.place_c < p.place_c)"
+    )
+    for name in tables:
+        connection.execute(
+            f"UPDATE {name} d SET place = a.place FROM among a WHERE a.of_table = '{name}' AND a.rank = d.rank "
+            "AND a.step = d.step AND a.place_c = d.place_c AND d.only_in = 'candidate'"
+        )
 
 
 # Steps that both runs made before this one: a run's numbering may begin anywhere.

@@ -170,3 +170,37 @@ def test_call_without_effect_is_told_however_little_is_opened(
     assert [(a["kind"], a["name"], a["first_step"]) for a in sieved["set_aside"]] == [
         ("call", "extra", 2)
     ]
+
+
+class Skipping(nn.Module):
+    """Leaves out a layer in one step."""
+
+    def __init__(self, skips: int | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.skips, self.step = skips, -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        for number, layer in enumerate(self.layers):
+            if (self.step, number) != (self.skips, 1):
+                x = torch.tanh(layer(x))
+        return x
+
+
+def test_call_of_one_side_is_the_origin_whichever_side_that_is(tmp_path: Path) -> None:
+    for name, skips in (("whole", None), ("skips", 2)):
+        torch.manual_seed(0)
+        net = Skipping(skips)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        draw = torch.Generator().manual_seed(1)
+        with recording(tmp_path / name):
+            for _ in range(4):
+                optimizer.zero_grad()
+                net(torch.randn(3, 4, generator=draw)).square().sum().backward()
+                optimizer.step()
+    for a, b, alone in (("whole", "skips", "baseline"), ("skips", "whole", "candidate")):
+        answer = diff(tmp_path / a, tmp_path / b)
+        [origin] = answer["origins"]
+        said = f"Step 2, rank 0: the forward call of layers.1 is in the {alone} alone"
+        assert (origin["module_fqn"], said in answer["explanation"]) == ("layers.1", True)
