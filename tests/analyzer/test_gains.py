@@ -29,7 +29,7 @@ def test_factor_beyond_what_other_nodes_lengthen_is_found(tmp_path: Path) -> Non
     first = answer["first_divergence"]
     assert (first["step"], first["module_fqn"]) == (1, "layer2")
     assert first["tolerance"] < 8e-3
-    assert "of what came in it is 1.01 times as much" in answer["explanation"]
+    assert "has 1.01 times the baseline's norm, given what comes in" in answer["explanation"]
     assert "Rounding would explain that it is longer or shorter by" in answer["explanation"]
 
 

@@ -204,3 +204,38 @@ def test_call_of_one_side_is_the_origin_whichever_side_that_is(tmp_path: Path) -
         [origin] = answer["origins"]
         said = f"Step 2, rank 0: the forward call of layers.1 is in the {alone} alone"
         assert (origin["module_fqn"], said in answer["explanation"]) == ("layers.1", True)
+
+
+class Gain(nn.Sequential):
+    """A block whose output is a hundredth too large where it is told so."""
+
+    gain = 1.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        given = x + super().forward(x)  # type: ignore[no-untyped-call]
+        return given if self.gain == 1.0 else given * self.gain
+
+
+def test_output_that_is_too_long_is_found_in_half_precision_and_drift(tmp_path: Path) -> None:
+    """Adam makes parameters drift apart by far more than a hundredth would show; lengths do not drift."""
+    for name, is_half, wrong in (
+        ("single", False, None),
+        ("half", True, None),
+        ("wrong", True, 2),
+    ):
+        torch.manual_seed(0)
+        blocks = [Gain(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(6)]
+        net = nn.Sequential(nn.Linear(16, 64), *blocks, nn.Linear(64, 8))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        draw = torch.Generator().manual_seed(1)
+        with recording(tmp_path / name):
+            for step in range(4):
+                blocks[4].gain = 1.01 if step == wrong else 1.0
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+                    given = net(torch.randn(256, 16, generator=draw))
+                given.float().square().mean().backward()
+                optimizer.step()
+    assert diff(tmp_path / "single", tmp_path / "half")["verdict"] == "within_tolerance"
+    first = diff(tmp_path / "single", tmp_path / "wrong")["first_divergence"]
+    assert (first["step"], first["link"], first["module_fqn"]) == (2, "forward", "5")
