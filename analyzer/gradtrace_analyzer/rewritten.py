@@ -56,18 +56,21 @@ def unscale(connection: duckdb.DuckDBPyConnection) -> list[Scaled]:
     # A step that a scaler skips has none, where others have.
     if not all(_any(connection, f"{side}.gradients WHERE point = 'final'") for side in SIDES):
         return []
+    ratio = "writes_c_norm / nullif(writes_b_norm, 0)"
+    finite = "(coalesce(writes_c_nan_count, 0) + coalesce(writes_c_inf_count, 0) = 0)"
     connection.execute(
         "CREATE OR REPLACE TEMP TABLE scaling AS WITH losses AS ("
         "SELECT rank, step, median(value_c_loss / nullif(value_b_loss, 0)) AS factor FROM differing_backward_passes "
         "WHERE only_in IS NULL AND key_kind = 'backward' GROUP BY ALL), "
         "powers AS (SELECT rank, step, 2.0 ** round(log2(factor)) AS factor FROM losses WHERE factor > 0 "
         "AND abs(factor / 2.0 ** round(log2(factor)) - 1) < 0.1 AND round(log2(factor)) <> 0), "
-        "points AS (SELECT rank, step, median(writes_c_norm / nullif(writes_b_norm, 0)) "
-        "FILTER (key_point = 'local') AS local, coalesce(median(writes_c_norm / nullif(writes_b_norm, 0)) "
-        "FILTER (key_point = 'final'), 1) AS final FROM differing_gradients WHERE only_in IS NULL GROUP BY ALL) "
+        f"points AS (SELECT rank, step, median({ratio}) FILTER (key_point = 'local' AND {finite}) AS local, "
+        f"coalesce(bool_or(key_point = 'local' AND NOT {finite}), false) AS is_spoilt, "
+        f"coalesce(median({ratio}) FILTER (key_point = 'final'), 1) AS final "
+        "FROM differing_gradients WHERE only_in IS NULL GROUP BY ALL) "
         "SELECT rank, step, factor FROM powers JOIN points USING (rank, step) "
-        # Where a fault left no gradient at all nothing tells, but that losses are no powers of two by themselves.
-        "WHERE local = 0 OR abs(local / factor / nullif(final, 0) - 1) < 0.2"
+        # Where a fault left no finite gradient nothing tells, but that losses are no powers of two by themselves.
+        "WHERE coalesce(local = 0 OR abs(local / factor / nullif(final, 0) - 1) < 0.2, is_spoilt)"
     )
     found = connection.execute(
         "SELECT factor, min(step), count(DISTINCT step) FROM scaling GROUP BY ALL ORDER BY 2"

@@ -239,3 +239,40 @@ def test_output_that_is_too_long_is_found_in_half_precision_and_drift(tmp_path: 
     assert diff(tmp_path / "single", tmp_path / "half")["verdict"] == "within_tolerance"
     first = diff(tmp_path / "single", tmp_path / "wrong")["first_divergence"]
     assert (first["step"], first["link"], first["module_fqn"]) == (2, "forward", "5")
+
+
+class Spoilt(torch.autograd.Function):
+    """Hands x on; its gradient is NaN where it is told so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wrong: bool) -> torch.Tensor:
+        ctx.wrong = wrong
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * (float("nan") if ctx.wrong else 1.0), None
+
+
+def test_step_that_a_scaler_skips_is_compared_without_its_scale(tmp_path: Path) -> None:
+    """No optimizer sees the gradients of that step, so that none shows by itself that they were scaled."""
+    for name, scale, wrong in (("plain", 1.0, None), ("scaled", 1024.0, 2)):
+        torch.manual_seed(0)
+        first, last = nn.Linear(6, 8), nn.Linear(8, 2)
+        optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], lr=0.1)
+        draw = torch.Generator().manual_seed(1)
+        with recording(tmp_path / name):
+            for step in range(4):
+                optimizer.zero_grad()
+                h = first(torch.randn(5, 6, generator=draw))
+                h = Spoilt.apply(h, step == wrong)  # type: ignore[no-untyped-call]
+                (last(h).square().mean() * scale).backward()
+                for parameter in (*first.parameters(), *last.parameters()):
+                    assert parameter.grad is not None
+                    parameter.grad.div_(scale)
+                if step != wrong:
+                    optimizer.step()
+    answer = diff(tmp_path / "plain", tmp_path / "scaled")
+    first_divergence = answer["first_divergence"]
+    assert (first_divergence["step"], first_divergence["node_name"]) == (2, "SpoiltBackward")
+    assert answer["loss_scales"][0]["factor"] == 1024
