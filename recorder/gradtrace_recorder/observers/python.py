@@ -44,12 +44,14 @@ class PythonObserver:
         *,
         backward_index: int,
         accumulates: bool,
+        create_graph: bool,
         half: str | None,
         stage_index: int | None,
         gradient_ready: GradientReady | None,
     ) -> PassWatch:
         """Watch every Node that can be reached from `roots`, until the watch is closed.
 
+        `create_graph` says that the pass makes Nodes, which belong to those that run.
         `half` is that of a pipeline stage's split backward: `input`, `weight`, None for no half.
         `gradient_ready` is called with each parameter when its gradient was accumulated, and the time.
         """
