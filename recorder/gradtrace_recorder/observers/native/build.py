@@ -28,7 +28,7 @@ from typing import Any
 NAME = "gradtrace_native"
 CACHE_VARIABLE = "GRADTRACE_NATIVE_CACHE"
 _SOURCES = ("summary.cpp", "journal.cpp", "observer.cpp")
-_HEADERS = ("summary.h", "journal.h")
+_HEADERS = ("summary.h", "journal.h", "tensors.h", "pass.h", "graph.h")
 # Contracted operations would give other bits on other processors; the vector code asks for them by name.
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-DNDEBUG")
 _LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")

@@ -1,660 +1,8 @@
-// The hooks on a graph's Nodes, and the walk that attaches them. The one file here that includes torch.
-//
-// What a hook may touch: its own `NodeState`, the pass, the journal. The GIL is taken in one case alone: a tensor that
-// the vector summary does not know (an integer, a sparse one, a subclass), which Python then summarises. A Node's hooks
-// are changed with the GIL held, while no pass runs anywhere: the engine reads them without a lock.
-#include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
-#include <torch/csrc/autograd/python_function.h>
-#include <torch/csrc/autograd/python_variable.h>
-
-#include <pthread.h>
-#include <time.h>
-
-#include <algorithm>
-#include <atomic>
-#include <cstring>
-#include <limits>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <unordered_map>
-#include <unordered_set>
-#include <vector>
-
-#include "journal.h"
-#include "summary.h"
+// The library's face in Python: `Settings`, `Pass` (the walk, and the hooks on a graph's Nodes) and `summary`.
+#include "graph.h"
 
 namespace gradtrace {
 namespace {
-
-using torch::autograd::AccumulateGrad;
-using torch::autograd::Node;
-using torch::autograd::variable_list;
-using NodePtr = decltype(torch::autograd::THPCppFunction::cdata);
-
-constexpr uint64_t kNoSequenceNumber = std::numeric_limits<uint64_t>::max();
-constexpr int32_t kNullInt32 = std::numeric_limits<int32_t>::min();
-constexpr int64_t kNullInt64 = std::numeric_limits<int64_t>::min();
-constexpr uint32_t kNullString = std::numeric_limits<uint32_t>::max();
-constexpr uint8_t kNullBool = 255, kStateNone = 0, kStateFull = 1, kStateNorms = 2, kStateShape = 3;
-constexpr int kMostSizes = 8;
-constexpr size_t kMostRemembered = 4096;
-
-// A Node is held by intrusive pointers (2.13), or by shared ones (older): what is kept of it is weak either way.
-c10::weak_intrusive_ptr<Node> weakly(const c10::intrusive_ptr<Node>& node) {
-  return c10::weak_intrusive_ptr<Node>(node);
-}
-template <class T>
-std::weak_ptr<T> weakly(const std::shared_ptr<T>& node) {
-  return node;
-}
-using WeakNode = decltype(weakly(std::declval<const NodePtr&>()));
-
-int64_t now() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return time.tv_sec * 1000000000LL + time.tv_nsec;
-}
-
-int64_t this_thread() {
-  return static_cast<int64_t>(pthread_self());
-}
-
-// A summary as the journal's SUMMARY has it.
-#pragma pack(push, 1)
-struct Packed {
-  int64_t numel = 0;
-  double norm = 0, abs_max = 0, sum = 0;
-  int64_t nans = 0, infs = 0;
-  uint64_t fingerprint = 0;
-  float sketch[kLanes] = {};
-  uint32_t dtype = kNullString;
-  uint8_t state = kStateNone;
-};
-struct Shape {
-  uint8_t count = 0;
-  int64_t sizes[kMostSizes] = {};
-};
-// What Python gives back for a tensor that is not summarised here.
-struct Foreign {
-  Shape shape;
-  Packed packed;
-};
-#pragma pack(pop)
-
-float narrowed(double value) {
-  constexpr double most = std::numeric_limits<float>::max();
-  return static_cast<float>(std::min(std::max(value, -most), most));
-}
-
-bool kind_of(const at::Tensor& tensor, Kind& kind) {
-  switch (tensor.scalar_type()) {
-    case at::kDouble:
-      kind = Kind::f64;
-      return true;
-    case at::kFloat:
-      kind = Kind::f32;
-      return true;
-    case at::kHalf:
-      kind = Kind::f16;
-      return true;
-    case at::kBFloat16:
-      kind = Kind::bf16;
-      return true;
-    default:
-      return false;
-  }
-}
-
-// Whether the tensor is plain memory of this process: no subclass, no wrapper, no conjugate or negative view, not freed.
-bool is_plain(const at::Tensor& tensor) {
-  using c10::DispatchKey;
-  static const uint64_t allowed = (c10::DispatchKeySet(DispatchKey::CPU) |
-                                   c10::DispatchKeySet(DispatchKey::ADInplaceOrView) |
-                                   c10::DispatchKeySet(DispatchKey::AutogradCPU) |
-                                   c10::DispatchKeySet(DispatchKey::AutocastCPU))
-                                      .raw_repr();
-  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if ((impl->key_set().raw_repr() & ~allowed) != 0 || !impl->has_storage() ||
-      impl->has_symbolic_sizes_strides() || impl->layout() != c10::kStrided) {
-    return false;
-  }
-  if (impl->numel() == 0) {
-    return true;
-  }
-  int64_t last = impl->storage_offset();
-  for (int64_t d = 0; d < impl->dim(); ++d) {
-    last += (impl->sizes()[d] - 1) * impl->strides()[d];
-  }
-  const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  return storage->data() != nullptr &&
-      static_cast<size_t>(last + 1) * impl->itemsize() <= storage->nbytes();
-}
-
-// Null for a tensor that is not for the vector summary.
-const void* readable(const at::Tensor& tensor, Kind& kind) {
-  if (!tensor.defined() || !kind_of(tensor, kind) || !is_plain(tensor)) {
-    return nullptr;
-  }
-  const void* data = tensor.const_data_ptr();
-  static const char nothing = 0;
-  return tensor.numel() == 0 ? &nothing : data;
-}
-
-Numbers numbers_of(const at::Tensor& tensor, Kind kind, const void* data, bool whole) {
-  return summarised(
-      kind, data, static_cast<int>(tensor.dim()), tensor.sizes().data(), tensor.strides().data(), whole);
-}
-
-Shape shape_of(const at::Tensor& tensor) {
-  Shape shape;
-  shape.count = static_cast<uint8_t>(std::min<int64_t>(tensor.dim(), kMostSizes));
-  for (int d = 0; d < shape.count; ++d) {
-    shape.sizes[d] = tensor.size(d);
-  }
-  return shape;
-}
-
-// One summary for all gradients of a tuple: the rules are those of gradtrace_recorder/summaries/values.py.
-Packed combined(const std::vector<const Packed*>& parts) {
-  Packed whole;
-  size_t count = 0, only = 0;
-  bool is_unread = false, is_norms = false;
-  for (size_t at = 0; at < parts.size(); ++at) {
-    if (parts[at]) {
-      ++count;
-      only = at;
-    }
-  }
-  if (count == 0) {
-    return whole;
-  }
-  if (count == 1 && only == 0) {
-    return *parts[0];
-  }
-  double square = 0, lanes[kLanes] = {};
-  for (size_t at = 0; at < parts.size(); ++at) {
-    const Packed* part = parts[at];
-    if (!part) {
-      continue;
-    }
-    if (whole.dtype == kNullString) {
-      whole.dtype = part->dtype;
-    }
-    is_unread = is_unread || part->state == kStateShape;
-    is_norms = is_norms || part->state == kStateNorms;
-    whole.numel += part->numel;
-    square += part->norm * part->norm;
-    whole.abs_max = std::max<double>(whole.abs_max, part->abs_max);
-    whole.sum += part->sum;
-    whole.nans += part->nans;
-    whole.infs += part->infs;
-    // Far from the chunks' multipliers, so that a tuple of tensors is no shard of anything.
-    whole.fingerprint += part->fingerprint * multiplier((uint64_t{1} << 40) + at % 64);
-    for (int lane = 0; lane < kLanes; ++lane) {
-      lanes[(lane + at) % kLanes] += part->sketch[lane];
-    }
-  }
-  if (is_unread) {
-    Packed unread;
-    unread.numel = whole.numel;
-    unread.dtype = whole.dtype;
-    unread.state = kStateShape;
-    return unread;
-  }
-  whole.norm = std::sqrt(square);
-  for (int lane = 0; lane < kLanes; ++lane) {
-    whole.sketch[lane] = narrowed(lanes[lane]);
-  }
-  whole.state = is_norms ? kStateNorms : kStateFull;
-  return whole;
-}
-
-// Where the fields lie in the records that hooks write. Python hands it over.
-struct Fields {
-  int64_t event_index, autograd_seq, node_name, root, module_fqn, call_index, occurrence, parameter_fqn, thread,
-      start_ns, end_ns, grad_output_count, grad_input_count, grad_output_summary, grad_input_summary;
-  int64_t tensor_event_index, tensor_direction, tensor_position, tensor_shape, tensor_summary;
-  int64_t gradient_root, gradient_parameter_fqn, gradient_shape, gradient_summary;
-};
-
-template <class T>
-void put(char* record, int64_t offset, const T& value) {
-  std::memcpy(record + offset, &value, sizeof value);
-}
-
-// What all passes of a recording share.
-struct Settings {
-  std::shared_ptr<Journal> journal;
-  Fields fields = {};
-  int node_kind = 0, tensor_kind = 0, gradient_kind = 0;
-  bool is_off = true, is_whole = false;
-  uint32_t dtypes[4] = {};
-  uint32_t incoming = 0, outgoing = 0;
-  int64_t zero_ns = 0;
-  PyObject* foreign = nullptr; // (tensor) -> bytes of Foreign; called with the GIL
-
-  ~Settings() {
-    // The last pass may go on any thread: with the engine's, when a graph ends.
-    if (foreign && Py_IsInitialized()) {
-      const PyGILState_STATE gil = PyGILState_Ensure();
-      Py_DECREF(foreign);
-      PyGILState_Release(gil);
-    }
-  }
-};
-
-// One Node in one pass: what is noted when it begins, and names it in its row.
-struct NodeState {
-  uint32_t name = 0, module_fqn = kNullString, parameter_fqn = kNullString;
-  int32_t root = kNullInt32, call_index = kNullInt32;
-  uint32_t occurrence = 0;
-  int64_t number = kNullInt64;
-  bool has_local = false;
-  AccumulateGrad* leaf = nullptr; // whose hook this state belongs to
-  PyObject* frame = nullptr;      // borrowed: the pass owns it
-  std::atomic<int32_t> index{-1};
-  int64_t start = 0, thread = 0;
-  // Of each gradient that came in: how many sizes (-1: there was none, -2: they cannot be told), dtype, sizes.
-  c10::SmallVector<int64_t, 8> came_in;
-};
-
-struct Remembered {
-  c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
-  uint32_t version;
-  Packed packed;
-};
-
-class Pass {
- public:
-  std::shared_ptr<Settings> settings;
-  std::vector<char> node_record, tensor_record, gradient_record; // with all that is the same for every Node
-  RunningEntry running = {};
-  std::atomic<int> task{-1};
-  std::atomic<int32_t> next_index{0};
-  std::atomic<bool> is_open{true};
-  std::atomic<int64_t> own_ns{0}, late_hooks{0};
-  std::unique_ptr<NodeState[]> states;
-  size_t state_count = 0;
-  std::mutex mutex; // of what follows
-  std::string error;
-
-  // The Node is about to run.
-  void before(NodeState& state, const variable_list& gradients) noexcept {
-    if (!is_open.load(std::memory_order_acquire)) {
-      return;
-    }
-    try {
-      const int current = torch::autograd::get_current_graph_task_id();
-      int expected = -1;
-      if (!task.compare_exchange_strong(expected, current) && expected != current) {
-        return; // another pass runs it, a nested one: it has hooks of its own
-      }
-      state.came_in.clear();
-      for (const at::Tensor& gradient : gradients) {
-        note(state, gradient);
-      }
-      const int32_t index = next_index.fetch_add(1);
-      state.thread = this_thread();
-      state.start = now() - settings->zero_ns;
-      state.index.store(index, std::memory_order_release);
-      RunningEntry entry = running;
-      entry.node_name = state.name;
-      entry.module_fqn = state.module_fqn;
-      entry.root = state.root;
-      entry.call_index = state.call_index;
-      entry.event_index = index;
-      entry.parameter_fqn = state.parameter_fqn;
-      entry.autograd_seq = state.number;
-      entry.start_ns = state.start;
-      settings->journal->push(state.thread, entry);
-    } catch (const std::exception& failure) {
-      fail(failure.what());
-    } catch (...) {
-      fail("an exception without a text");
-    }
-  }
-
-  // The Node has run: `incoming` is what it got, `outgoing` what it gave.
-  void after(NodeState& state, const variable_list& outgoing, const variable_list& incoming) noexcept {
-    if (!is_open.load(std::memory_order_acquire) || state.index.load(std::memory_order_acquire) < 0) {
-      return;
-    }
-    try {
-      if (torch::autograd::get_current_graph_task_id() != task.load()) {
-        return;
-      }
-      const int64_t end = now() - settings->zero_ns;
-      const int32_t index = state.index.exchange(-1);
-      settings->journal->pop(state.thread);
-      record(state, index, end, outgoing, incoming);
-      own_ns.fetch_add(now() - settings->zero_ns - end, std::memory_order_relaxed);
-    } catch (const std::exception& failure) {
-      fail(failure.what());
-    } catch (...) {
-      fail("an exception without a text");
-    }
-  }
-
-  void fail(const char* text) noexcept {
-    is_open.store(false);
-    try {
-      std::lock_guard<std::mutex> held(mutex);
-      if (error.empty()) {
-        error = text;
-      }
-    } catch (...) {
-    }
-  }
-
-  void forget() {
-    std::lock_guard<std::mutex> held(mutex);
-    remembered_.clear();
-  }
-
- private:
-  std::unordered_map<c10::TensorImpl*, Remembered> remembered_;
-
-  static void note(NodeState& state, const at::Tensor& gradient) {
-    auto& came_in = state.came_in;
-    if (!gradient.defined()) {
-      came_in.push_back(-1);
-      return;
-    }
-    const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
-    const bool has_sizes = !impl->has_symbolic_sizes_strides() && !impl->is_nested();
-    came_in.push_back(has_sizes ? gradient.dim() : -2);
-    came_in.push_back(static_cast<int64_t>(gradient.scalar_type()));
-    if (has_sizes) {
-      came_in.append(gradient.sizes().begin(), gradient.sizes().end());
-    }
-  }
-
-  Packed packed(const at::Tensor& tensor, Kind kind, const void* data) const {
-    const Settings& of = *settings;
-    const Numbers numbers = numbers_of(tensor, kind, data, of.is_whole);
-    Packed packed;
-    packed.numel = tensor.numel();
-    packed.norm = std::sqrt(numbers.square);
-    packed.abs_max = numbers.abs_max;
-    packed.sum = numbers.sum;
-    packed.nans = numbers.nans;
-    packed.infs = numbers.infs;
-    packed.fingerprint = numbers.fingerprint;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      packed.sketch[lane] = narrowed(numbers.lanes[lane]);
-    }
-    packed.dtype = of.dtypes[static_cast<int>(kind)];
-    packed.state = of.is_whole ? kStateFull : kStateNorms;
-    return packed;
-  }
-
-  Foreign foreign(const at::Tensor& tensor) const {
-    const PyGILState_STATE gil = PyGILState_Ensure();
-    Foreign given;
-    std::string trouble;
-    PyObject* wrapped = THPVariable_Wrap(tensor);
-    PyObject* bytes = wrapped ? PyObject_CallOneArg(settings->foreign, wrapped) : nullptr;
-    if (bytes && PyBytes_Check(bytes) && PyBytes_GET_SIZE(bytes) == sizeof given) {
-      std::memcpy(&given, PyBytes_AS_STRING(bytes), sizeof given);
-    } else {
-      trouble = raised();
-    }
-    Py_XDECREF(bytes);
-    Py_XDECREF(wrapped);
-    PyGILState_Release(gil);
-    if (!trouble.empty()) {
-      throw std::runtime_error(trouble);
-    }
-    return given;
-  }
-
-  // The text of what Python has just raised, which is over.
-  static std::string raised() {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    std::string text = type ? reinterpret_cast<PyTypeObject*>(type)->tp_name : "a summary of another size";
-    PyObject* said = value ? PyObject_Str(value) : nullptr;
-    const char* utf8 = said ? PyUnicode_AsUTF8(said) : nullptr;
-    text += utf8 ? std::string(": ") + utf8 : "";
-    PyErr_Clear();
-    Py_XDECREF(said);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
-    return text;
-  }
-
-  // The summary of a gradient, used again for the same tensor (which a weak reference proves) at the same version.
-  Packed of_gradient(const at::Tensor& gradient, Shape* shape) {
-    Kind kind;
-    const void* data = readable(gradient, kind);
-    if (!data) {
-      const Foreign given = foreign(gradient);
-      if (shape) {
-        *shape = given.shape;
-      }
-      return given.packed;
-    }
-    if (shape) {
-      *shape = shape_of(gradient);
-    }
-    if (gradient.is_inference()) {
-      return packed(gradient, kind, data);
-    }
-    c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
-    const uint32_t version = impl->version_counter().current_version();
-    {
-      std::lock_guard<std::mutex> held(mutex);
-      const auto known = remembered_.find(impl);
-      if (known != remembered_.end() && !known->second.tensor.expired() && known->second.version == version) {
-        return known->second.packed;
-      }
-    }
-    const Packed made = packed(gradient, kind, data);
-    remember(gradient, made);
-    return made;
-  }
-
-  void remember(const at::Tensor& gradient, const Packed& packed) {
-    if (gradient.is_inference()) {
-      return;
-    }
-    c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
-    const uint32_t version = impl->version_counter().current_version();
-    std::lock_guard<std::mutex> held(mutex);
-    if (remembered_.size() > kMostRemembered) {
-      remembered_.clear();
-    }
-    remembered_.insert_or_assign(
-        impl,
-        Remembered{c10::weak_intrusive_ptr<c10::TensorImpl>(gradient.getIntrusivePtr()), version, packed});
-  }
-
-  // The summary of a gradient that leaves: that of one that came in, where both are the same memory. Both are alive.
-  Packed handed_on(
-      const at::Tensor& gradient, const variable_list& incoming, const std::vector<Packed>& came, Shape* shape) {
-    Kind kind, other;
-    const void* data = readable(gradient, kind);
-    if (data && gradient.numel() && gradient.is_contiguous() && !gradient.is_inference()) {
-      for (size_t at = 0; at < incoming.size(); ++at) {
-        const at::Tensor& one = incoming[at];
-        if (one.defined() && !one.is_same(gradient) && readable(one, other) == data && other == kind &&
-            one.numel() == gradient.numel() && one.is_contiguous() && !one.is_inference() &&
-            one._version() == gradient._version()) {
-          remember(gradient, came[at]);
-          if (shape) {
-            *shape = shape_of(gradient);
-          }
-          return came[at];
-        }
-      }
-    }
-    return of_gradient(gradient, shape);
-  }
-
-  void record(
-      NodeState& state, int32_t index, int64_t end, const variable_list& outgoing, const variable_list& incoming) {
-    const Settings& of = *settings;
-    alignas(8) char row[2048];
-    std::memcpy(row, node_record.data(), node_record.size());
-    const Fields& at = of.fields;
-    put(row, at.event_index, index);
-    put(row, at.autograd_seq, state.number);
-    put(row, at.node_name, state.name);
-    put(row, at.root, state.root);
-    put(row, at.module_fqn, state.module_fqn);
-    put(row, at.call_index, state.call_index);
-    put(row, at.occurrence, state.occurrence);
-    put(row, at.parameter_fqn, state.parameter_fqn);
-    put(row, at.thread, state.thread);
-    put(row, at.start_ns, state.start);
-    put(row, at.end_ns, end);
-    const int32_t came = present(incoming), went = present(outgoing);
-    put(row, at.grad_output_count, came);
-    put(row, at.grad_input_count, went);
-    if (of.is_off) {
-      of.journal->append(of.node_kind, running.step, row);
-      return;
-    }
-    if (state.has_local) {
-      record_local(state, incoming);
-    }
-    std::vector<Packed> in(incoming.size()), out(outgoing.size());
-    std::vector<Shape> in_shapes(incoming.size()), out_shapes(outgoing.size());
-    std::vector<const Packed*> in_parts(incoming.size()), out_parts(outgoing.size());
-    for (size_t i = 0; i < incoming.size(); ++i) {
-      if (incoming[i].defined()) {
-        in[i] = of_gradient(incoming[i], &in_shapes[i]);
-        in_parts[i] = &in[i];
-      }
-    }
-    for (size_t i = 0; i < outgoing.size(); ++i) {
-      if (outgoing[i].defined()) {
-        out[i] = handed_on(outgoing[i], incoming, in, &out_shapes[i]);
-        out_parts[i] = &out[i];
-      }
-    }
-    put(row, at.grad_output_summary, combined(in_parts));
-    put(row, at.grad_input_summary, combined(out_parts));
-    of.journal->append(of.node_kind, running.step, row);
-    if (came > 1) {
-      record_each(index, of.incoming, in_parts, in_shapes);
-    }
-    if (went > 1) {
-      record_each(index, of.outgoing, out_parts, out_shapes);
-    }
-  }
-
-  // The parameter's gradient as it was accumulated: this Node has no hook before ours, nor has the parameter one.
-  void record_local(NodeState& state, const variable_list& incoming) {
-    const Settings& of = *settings;
-    const at::Tensor& variable = state.leaf->variable;
-    if (torch::autograd::impl::post_acc_grad_hooks(variable)) {
-      late_hooks.fetch_add(1); // it came while the pass ran, and has seen the gradient before us
-      return;
-    }
-    const at::Tensor& gradient = variable.grad();
-    if (!gradient.defined()) {
-      return;
-    }
-    Shape shape;
-    const Packed packed = of_gradient(gradient, &shape);
-    Kind kind, other;
-    if (incoming.size() == 1 && incoming[0].defined()) {
-      const void* data = readable(gradient, kind);
-      if (data && gradient.numel() && readable(incoming[0], other) == data && kind == other &&
-          incoming[0].sizes() == gradient.sizes() && incoming[0].strides() == gradient.strides()) {
-        remember(incoming[0], packed);
-      }
-    }
-    alignas(8) char row[2048];
-    std::memcpy(row, gradient_record.data(), gradient_record.size());
-    put(row, of.fields.gradient_root, state.root);
-    put(row, of.fields.gradient_parameter_fqn, state.parameter_fqn);
-    put(row, of.fields.gradient_shape, shape);
-    put(row, of.fields.gradient_summary, packed);
-    of.journal->append(of.gradient_kind, running.step, row);
-  }
-
-  void record_each(
-      int32_t index,
-      uint32_t direction,
-      const std::vector<const Packed*>& parts,
-      const std::vector<Shape>& shapes) {
-    const Settings& of = *settings;
-    alignas(8) char row[2048];
-    for (size_t position = 0; position < parts.size(); ++position) {
-      if (parts[position]) {
-        std::memcpy(row, tensor_record.data(), tensor_record.size());
-        put(row, of.fields.tensor_event_index, index);
-        put(row, of.fields.tensor_direction, direction);
-        put(row, of.fields.tensor_position, static_cast<int32_t>(position));
-        put(row, of.fields.tensor_shape, shapes[position]);
-        put(row, of.fields.tensor_summary, *parts[position]);
-        of.journal->append(of.tensor_kind, running.step, row);
-      }
-    }
-  }
-
-  static int32_t present(const variable_list& gradients) {
-    int32_t count = 0;
-    for (const at::Tensor& gradient : gradients) {
-      count += gradient.defined();
-    }
-    return count;
-  }
-};
-
-struct Before : torch::autograd::FunctionPreHook {
-  Before(std::shared_ptr<Pass> pass, NodeState& state) : pass_(std::move(pass)), state_(state) {}
-  variable_list operator()(const variable_list& gradients) override {
-    pass_->before(state_, gradients);
-    return gradients;
-  }
-
- private:
-  std::shared_ptr<Pass> pass_;
-  NodeState& state_; // the pass's
-};
-
-struct After : torch::autograd::FunctionPostHook {
-  After(std::shared_ptr<Pass> pass, NodeState& state) : pass_(std::move(pass)), state_(state) {}
-  variable_list operator()(const variable_list& outgoing, const variable_list& incoming) override {
-    pass_->after(state_, outgoing, incoming);
-    return outgoing;
-  }
-
- private:
-  std::shared_ptr<Pass> pass_;
-  NodeState& state_;
-};
-
-struct Hooked {
-  WeakNode node;
-  const void* before;
-  const void* after;
-};
-
-struct Found {
-  uint64_t number;
-  Node* node;
-};
-
-// What the Python object owns besides the pass.
-struct Attached {
-  std::shared_ptr<Pass> pass;
-  std::vector<Found> nodes, leaves; // between `walk` and `attach`, while the caller holds the roots
-  std::vector<uint64_t> used_by;
-  std::vector<Hooked> hooked;
-  std::vector<PyObject*> frames;
-};
 
 struct PySettings {
   PyObject_HEAD
@@ -672,39 +20,6 @@ PyTypeObject* pass_type = nullptr;
 
 Attached& of(PyObject* self) {
   return *reinterpret_cast<PyPass*>(self)->own;
-}
-
-// Runs what may throw on Python's behalf.
-template <class F>
-PyObject* guarded(F body) {
-  try {
-    return body();
-  } catch (const std::exception& failure) {
-    if (!PyErr_Occurred()) {
-      PyErr_SetString(PyExc_RuntimeError, failure.what());
-    }
-    return nullptr;
-  }
-}
-
-NodePtr pointer_to(PyObject* node) {
-  if (THPFunction_Check(node)) {
-    return reinterpret_cast<THPFunction*>(node)->cdata;
-  }
-  if (torch::autograd::THPCppFunction_Check(node)) {
-    return reinterpret_cast<torch::autograd::THPCppFunction*>(node)->cdata;
-  }
-  return NodePtr();
-}
-
-// Whether a Function defined in Python: the type of its Node is not exported by torch, so it is asked for by name (2.13).
-bool is_python_node(const Node& node) {
-  const char* name = typeid(node).name();
-  return std::strcmp(name + (*name == '*'), "N5torch8autograd6PyNodeE") == 0;
-}
-
-bool is_leaf(const Node& node) {
-  return typeid(node) == typeid(AccumulateGrad);
 }
 
 // Settings(journal, zero_ns, kinds, fields: dict, summary: str, names: tuple of 6, foreign)
@@ -828,33 +143,6 @@ PyObject* pass_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return self;
 }
 
-void let_go_of_frames(Attached& own) {
-  std::vector<PyObject*> frames;
-  frames.swap(own.frames);
-  for (PyObject* frame : frames) {
-    Py_DECREF(frame);
-  }
-}
-
-// Takes the hooks off their Nodes. With the GIL, while no pass runs.
-void take_off(Attached& own) {
-  for (Hooked& hooked : own.hooked) {
-    const NodePtr node = hooked.node.lock();
-    if (!node) {
-      continue;
-    }
-    auto& before = node->pre_hooks();
-    before.erase(
-        std::remove_if(before.begin(), before.end(), [&](const auto& h) { return h.get() == hooked.before; }),
-        before.end());
-    auto& after = node->post_hooks();
-    after.erase(
-        std::remove_if(after.begin(), after.end(), [&](const auto& h) { return h.get() == hooked.after; }),
-        after.end());
-  }
-  own.hooked.clear();
-}
-
 void pass_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   if (reinterpret_cast<PyPass*>(self)->own) {
@@ -867,12 +155,11 @@ void pass_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-// walk(roots) -> (count of Nodes, [(variable, number of a Node that leads there)] of the leaves)
+// walk(roots) -> count of Nodes
 PyObject* pass_walk(PyObject* self, PyObject* roots) {
   return guarded([&]() -> PyObject* {
     Attached& own = of(self);
-    std::unordered_set<const Node*> seen;
-    seen.reserve(512);
+    Seen seen;
     struct Waiting {
       Node* node;
       uint64_t used_by;
@@ -884,7 +171,7 @@ PyObject* pass_walk(PyObject* self, PyObject* roots) {
     }
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); ++i) {
       const NodePtr node = pointer_to(PySequence_Fast_GET_ITEM(sequence, i));
-      if (node && seen.insert(node.get()).second) {
+      if (node && seen.insert(node.get())) {
         waiting.push_back({node.get(), 0});
       }
     }
@@ -901,7 +188,7 @@ PyObject* pass_walk(PyObject* self, PyObject* roots) {
       own.nodes.push_back({number, next.node});
       for (const auto& edge : next.node->next_edges()) {
         Node* following = edge.function.get();
-        if (following && seen.insert(following).second) {
+        if (following && seen.insert(following)) {
           waiting.push_back({following, number});
         }
       }
@@ -909,98 +196,8 @@ PyObject* pass_walk(PyObject* self, PyObject* roots) {
     const size_t count = own.nodes.size() + own.leaves.size();
     own.pass->states.reset(new NodeState[count]);
     own.hooked.reserve(count);
-    PyObject* leaves = PyList_New(0);
-    for (size_t i = 0; leaves && i < own.leaves.size(); ++i) {
-      auto* leaf = static_cast<AccumulateGrad*>(own.leaves[i].node);
-      PyObject* entry =
-          Py_BuildValue("(NK)", THPVariable_Wrap(leaf->variable), static_cast<unsigned long long>(own.used_by[i]));
-      if (!entry || PyList_Append(leaves, entry) < 0) {
-        Py_CLEAR(leaves);
-      }
-      Py_XDECREF(entry);
-    }
-    return leaves ? Py_BuildValue("(nN)", static_cast<Py_ssize_t>(count), leaves) : nullptr;
+    return PyLong_FromSize_t(count);
   });
-}
-
-void hook(Attached& own, Node& node, NodeState& state) {
-  auto before = std::make_unique<Before>(own.pass, state);
-  auto after = std::make_unique<After>(own.pass, state);
-  own.hooked.push_back({weakly(node.getptr()), before.get(), after.get()});
-  node.add_pre_hook(std::move(before));
-  node.add_post_hook(std::move(after));
-}
-
-// What one call of a module means to its Nodes.
-struct Call {
-  PyObject* frame = nullptr; // null: outside any module, or not known
-  int32_t root = kNullInt32, call_index = kNullInt32;
-  uint32_t fqn = kNullString;
-  bool is_wanted = true;
-  c10::SmallVector<std::pair<uint32_t, uint32_t>, 8> occurrences;
-};
-
-bool number_attribute(PyObject* object, PyObject* name, long long& number) {
-  PyObject* value = PyObject_GetAttr(object, name);
-  if (!value) {
-    return false;
-  }
-  number = PyLong_AsLongLong(value);
-  Py_DECREF(value);
-  return !(number == -1 && PyErr_Occurred());
-}
-
-PyObject *root_name, *fqn_name, *call_index_name, *wanted_name, *root_call_name, *used_name;
-
-bool read_call(PyObject* frame, Call& call) {
-  long long root, fqn, call_index;
-  if (!number_attribute(frame, root_name, root) || !number_attribute(frame, fqn_name, fqn) ||
-      !number_attribute(frame, call_index_name, call_index)) {
-    return false;
-  }
-  PyObject* wanted = PyObject_GetAttr(frame, wanted_name);
-  if (!wanted) {
-    return false;
-  }
-  call.is_wanted = PyObject_IsTrue(wanted) == 1;
-  Py_DECREF(wanted);
-  PyObject* root_call = PyObject_GetAttr(frame, root_call_name);
-  if (!root_call) {
-    return false;
-  }
-  const int set = root_call == Py_None ? 0 : PyObject_SetAttr(root_call, used_name, Py_True);
-  Py_DECREF(root_call);
-  call.frame = frame;
-  call.root = static_cast<int32_t>(root);
-  call.fqn = static_cast<uint32_t>(fqn);
-  call.call_index = static_cast<int32_t>(call_index);
-  return set == 0;
-}
-
-// The number of a Node's name: by its type, as its name is the class's. Not for Functions defined in Python.
-bool name_of(Journal& journal, const Node& node, PyObject* string, bool is_python, uint32_t& number) {
-  if (!is_python) {
-    const auto known = journal.node_names.find(typeid(node));
-    if (known != journal.node_names.end()) {
-      number = known->second;
-      return true;
-    }
-  }
-  const std::string whole = node.name();
-  const size_t colons = whole.rfind("::");
-  const std::string name = colons == std::string::npos ? whole : whole.substr(colons + 2);
-  PyObject* text = PyUnicode_DecodeUTF8(name.data(), name.size(), "replace");
-  PyObject* given = text ? PyObject_CallOneArg(string, text) : nullptr;
-  Py_XDECREF(text);
-  if (!given) {
-    return false;
-  }
-  number = static_cast<uint32_t>(PyLong_AsUnsignedLong(given));
-  Py_DECREF(given);
-  if (!is_python) {
-    journal.node_names[typeid(node)] = number;
-  }
-  return !PyErr_Occurred();
 }
 
 // attach(numbers, frames, first_known, unknown, string, only_named) -> (count of Nodes whose module is not known,
@@ -1110,34 +307,65 @@ PyObject* pass_attach(PyObject* self, PyObject* args) {
   });
 }
 
-// attach_leaf(which, name, root, holder, parameter, frame or None, has_local) -> whether it was: not where a hook sees
-// the accumulated gradient before ours, and `has_local`.
-PyObject* pass_attach_leaf(PyObject* self, PyObject* args) {
-  Py_ssize_t which;
-  unsigned int name, holder, parameter;
-  int root, has_local;
-  PyObject* frame;
-  if (!PyArg_ParseTuple(args, "nIiIIOp", &which, &name, &root, &holder, &parameter, &frame, &has_local)) {
+// attach_leaves(places, leaf, name, is_off) -> [(which, variable, number of a Node that leads there)] of those that are
+// left to Python. `places` is None where all are.
+PyObject* pass_attach_leaves(PyObject* self, PyObject* args) {
+  PyObject *places, *leaf;
+  unsigned int name;
+  int is_off;
+  if (!PyArg_ParseTuple(args, "OOIp", &places, &leaf, &name, &is_off)) {
     return nullptr;
   }
   return guarded([&]() -> PyObject* {
     Attached& own = of(self);
-    auto* leaf = static_cast<AccumulateGrad*>(own.leaves.at(which).node);
-    if (has_local && (torch::autograd::impl::post_acc_grad_hooks(leaf->variable) || !leaf->post_hooks().empty())) {
+    Owned left(PyList_New(0));
+    for (size_t which = 0; left && which < own.leaves.size(); ++which) {
+      auto& node = *static_cast<AccumulateGrad*>(own.leaves[which].node);
+      const Owned variable(THPVariable_Wrap(node.variable));
+      const bool has_local = !is_off && node.variable.requires_grad();
+      const LeafNames* names = nullptr;
+      if (variable && places != Py_None && !(has_local && has_hooks(node))) {
+        names = names_of(*own.pass->settings, variable.get(), places, leaf);
+        if (PyErr_Occurred()) {
+          return nullptr;
+        }
+      }
+      if (names) {
+        hook_leaf(own, node, name, *names, has_local);
+        continue;
+      }
+      const Owned entry(
+          variable ? Py_BuildValue("(nOK)", which, variable.get(), static_cast<unsigned long long>(own.used_by[which]))
+                   : nullptr);
+      if (!entry || PyList_Append(left.get(), entry.get()) < 0) {
+        return nullptr;
+      }
+    }
+    return left ? Py_NewRef(left.get()) : nullptr;
+  });
+}
+
+// attach_leaf(which, name, root, holder, parameter, frame or None, has_local) -> whether it was: not where a hook sees
+// the accumulated gradient before ours, and `has_local`.
+PyObject* pass_attach_leaf(PyObject* self, PyObject* args) {
+  Py_ssize_t which;
+  unsigned int name;
+  int has_local;
+  LeafNames names;
+  if (!PyArg_ParseTuple(
+          args, "nIiIIOp", &which, &name, &names.root, &names.holder, &names.parameter, &names.frame, &has_local)) {
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* {
+    Attached& own = of(self);
+    auto& leaf = *static_cast<AccumulateGrad*>(own.leaves.at(which).node);
+    if (has_local && has_hooks(leaf)) {
       Py_RETURN_FALSE;
     }
-    NodeState& state = own.pass->states[own.pass->state_count++];
-    state.name = name;
-    state.root = root;
-    state.module_fqn = holder;
-    state.parameter_fqn = parameter;
-    state.has_local = has_local;
-    state.leaf = leaf;
-    if (frame != Py_None) {
-      state.frame = Py_NewRef(frame);
-      own.frames.push_back(state.frame);
+    if (names.frame == Py_None) {
+      names.frame = nullptr;
     }
-    hook(own, *leaf, state);
+    hook_leaf(own, leaf, name, names, has_local);
     Py_RETURN_TRUE;
   });
 }
@@ -1237,7 +465,11 @@ int set_pass_task(PyObject* self, PyObject* value, void*) {
 }
 
 PyObject* pass_own_ns(PyObject* self, void*) {
-  return PyLong_FromLongLong(of(self).pass->own_ns.load());
+  const Pass& pass = *of(self).pass;
+  const double elapsed_ticks = static_cast<double>(ticks() - pass.began_ticks);
+  const double elapsed_ns = static_cast<double>(now() - pass.began_ns);
+  const double own = static_cast<double>(pass.own_ticks.load());
+  return PyLong_FromDouble(elapsed_ticks > 0 ? own * elapsed_ns / elapsed_ticks : 0.0);
 }
 
 PyObject* pass_late_hooks(PyObject* self, void*) {
@@ -1256,6 +488,7 @@ PyObject* pass_error(PyObject* self, void*) {
 PyMethodDef pass_methods[] = {
     {"walk", pass_walk, METH_O, "Find every Node that can be reached from the roots."},
     {"attach", pass_attach, METH_VARARGS, "Hook the Nodes that walk found."},
+    {"attach_leaves", pass_attach_leaves, METH_VARARGS, "Hook every AccumulateGrad that walk found, as far as it can."},
     {"attach_leaf", pass_attach_leaf, METH_VARARGS, "Hook an AccumulateGrad that walk found."},
     {"leaf", pass_leaf, METH_O, "An AccumulateGrad that walk found."},
     {"close", pass_close, METH_NOARGS, "Record no more; what is running."},
@@ -1366,7 +599,9 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit_gradtrace_nat
     const char* text;
   } names[] = {
       {&root_name, "root"},     {&fqn_name, "fqn_number"},      {&call_index_name, "call_index"},
-      {&wanted_name, "wanted"}, {&root_call_name, "root_call"}, {&used_name, "used"}};
+      {&wanted_name, "wanted"}, {&root_call_name, "root_call"},   {&used_name, "used"},
+      {&module_name, "module"}, {&name_name, "name"},             {&own_name, "own"},
+      {&kind_name, "kind"},     {&parameters_name, "_parameters"}, {&buffers_name, "_buffers"}};
   for (const auto& name : names) {
     *name.place = PyUnicode_InternFromString(name.text);
   }

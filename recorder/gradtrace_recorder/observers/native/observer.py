@@ -48,7 +48,7 @@ _SHAPE = struct.Struct(f"<B{MAX_DIMENSIONS}q")
 _HEAD = struct.Struct("<Hiii")
 _PHASE = struct.Struct("<Ii")
 # A leaf's names: root, its module's and its own as numbers of strings, the frame that stands for its module.
-_Leaf = tuple[ParameterName, int, int, int, Frame]
+_Leaf = tuple[int, int, int, Frame]
 
 
 class HookFailed(RuntimeError):
@@ -135,7 +135,6 @@ class _Prepared:
         journal = recording.journal
         assert isinstance(journal, NativeJournal)
         self.native = native
-        self.leaves: dict[int, _Leaf] = {}
         self.accumulate = journal.string("AccumulateGrad")
         self._recording = recording
         self._summary = recording.settings.summary
@@ -179,16 +178,10 @@ class _Prepared:
 
     def leaf(self, named: ParameterName) -> _Leaf:
         """The numbers that name a parameter's Node."""
-        known = self.leaves.get(id(named))
-        if known is None or known[0] is not named:
-            string = self._recording.journal.string
-            holder = named.fqn.rpartition(".")[0]
-            frame = Frame(named.root, holder, string(holder), NULL_INT32, None, True)
-            if len(self.leaves) > 100_000:
-                self.leaves.clear()
-            known = (named, named.root, string(holder), string(named.fqn), frame)
-            self.leaves[id(named)] = known
-        return known
+        string = self._recording.journal.string
+        holder = named.fqn.rpartition(".")[0]
+        frame = Frame(named.root, holder, string(holder), NULL_INT32, None, True)
+        return named.root, string(holder), string(named.fqn), frame
 
     def _foreign(self, tensor: torch.Tensor) -> bytes:
         """Shape and summary of a tensor that C++ does not read. Called in a hook, on any thread."""
@@ -216,7 +209,7 @@ class NativePassWatch(PassWatch):
             recording, guard, backward_index, accumulates, None, stage_index, gradient_ready
         )
         self._observer = observer
-        self._prepared_leaves = prepared
+        self._prepared = prepared
         self._native = prepared.begin(self)
         self.indexes = self._native
         self._is_released = False
@@ -258,10 +251,18 @@ class NativePassWatch(PassWatch):
     def _attach(self, roots: Sequence[Any]) -> None:
         recording, native = self.recording, self._native
         release_waiting()
-        self.node_count, leaves = native.walk(roots)
+        self.node_count = native.walk(roots)
         self._stand_ins = recording.names.stand_ins()
         if self.accumulates:  # autograd.grad never runs them
-            for which, (variable, used_by) in enumerate(leaves):
+            all_left = self.gradient_ready is not None or recording.settings.modules
+            prepared = self._prepared
+            left = native.attach_leaves(
+                None if all_left else recording.names.places,
+                prepared.leaf,
+                prepared.accumulate,
+                recording.summariser.off,
+            )
+            for which, variable, used_by in left:
                 self._attach_native_leaf(which, variable, used_by)
         recording.attribution.mark_running()
         numbers, frames, first_known, unknown = recording.attribution.boundaries()
@@ -273,7 +274,7 @@ class NativePassWatch(PassWatch):
             hooks.python_defined = True
             self._hook(node, hooks)
         if own:
-            self._prepared_leaves.native.python_nodes["defined in Python"] += len(own)
+            self._prepared.native.python_nodes["defined in Python"] += len(own)
 
     def _attach_native_leaf(self, which: int, variable: torch.Tensor, used_by: int) -> None:
         recording, native = self.recording, self._native
@@ -288,16 +289,16 @@ class NativePassWatch(PassWatch):
         else:
             root, holder, own, frame = NULL_INT32, NULL_STRING, NULL_STRING, None
             if shown is not None:
-                _, root, holder, own, frame = self._prepared_leaves.leaf(shown)
+                root, holder, own, frame = self._prepared.leaf(shown)
                 if not recording.settings.wants_module(frame.fqn):
                     return
             is_local = named is not None and not recording.summariser.off and variable.requires_grad
-            accumulate = self._prepared_leaves.accumulate
+            accumulate = self._prepared.accumulate
             if not native.attach_leaf(which, accumulate, root, holder, own, frame, is_local):
                 reason = "a hook sees the gradient first"
         if reason is not None:
             self._attach_leaf(native.leaf(which), used_by, True)
-            self._prepared_leaves.native.python_nodes[reason] += 1
+            self._prepared.native.python_nodes[reason] += 1
 
 
 def _record(table: str, **fields: Any) -> bytearray:
