@@ -69,13 +69,13 @@ def built_library() -> Path | None:
     return found[-1] if found else None
 
 
-@functools.cache
 def library() -> Any:
     """The loaded native observer, or None where none is built. Raises ImportError for one that does not load."""
     path = built_library()
     return None if path is None else _loaded(path)
 
 
+@functools.cache
 def _loaded(path: Path) -> Any:
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
     spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
@@ -96,6 +96,8 @@ def _build(compiler: str, built: Path) -> None:
         sysconfig.get_paths()["include"],
     ]
     given = [f"-I{path}" for path in includes] + _flags_of_torch()
+    for left in built.parent.glob("build-*"):  # of one that was killed: we are alone
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=built.parent) as place:
         objects = []
         for source in _SOURCES:
@@ -124,9 +126,14 @@ def _try(path: Path) -> None:
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> None:
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NotBuilt(
+            f"the native observer was not built: {Path(command[0]).name} took longer than {_SECONDS} seconds"
+        ) from error
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
         errors = [line for line in said if "error" in line.lower()] or said

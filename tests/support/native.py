@@ -1,0 +1,26 @@
+"""The native observer for tests: built once into a cache of the checkout's own, never the user's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+CACHE = Path(__file__).resolve().parents[2] / ".native-cache"
+# A folder that is never made: what a user has built changes no test.
+NOWHERE = CACHE / "none"
+
+
+def build() -> Path:
+    """Build it, or find it built, and let this process and its children use it. Skips where nothing compiles."""
+    from gradtrace_recorder.observers.native.build import CACHE_VARIABLE, NotBuilt, build_native
+
+    before = os.environ.get(CACHE_VARIABLE)
+    os.environ[CACHE_VARIABLE] = str(CACHE)
+    try:
+        return build_native()
+    except NotBuilt as error:
+        if before is not None:
+            os.environ[CACHE_VARIABLE] = before
+        pytest.skip(str(error))
