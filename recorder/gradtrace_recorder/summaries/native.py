@@ -14,7 +14,7 @@ from gradtrace_recorder.summaries.torch_ops import Numbers, TorchSummary
 
 
 class NativeSummary(TorchSummary):
-    """The same, faster. Fingerprint, counts and abs_max are equal to the last bit, the others within 1e-6 of the norm."""
+    """The same, faster: equal fingerprints, counts and abs_max; the others within 1e-6 of the norm."""
 
     def __init__(self, library: Any, *, norms_only: bool) -> None:
         super().__init__(norms_only=norms_only)
