@@ -105,6 +105,11 @@ class Raises(torch.autograd.Function):
         raise ValueError("on purpose")
 
 
+def applied(function: Any, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = function.apply(x)
+    return made
+
+
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 3))
@@ -137,8 +142,7 @@ def of_a_function() -> list[float]:
     model = net()
 
     def around(x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = Doubled.apply(x)
-        return made
+        return applied(Doubled, x)
 
     model[1].register_forward_hook(lambda m, a, out: around(out))
     return train(model)
@@ -184,8 +188,9 @@ def of_hooks() -> list[Any]:
     """Hooks of the job's that change gradients, on Nodes, tensors and parameters; and a frozen parameter."""
     model = net()
     seen: list[Any] = []
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 2))
-    model[3].weight.register_hook(lambda g: g + 1)
+    weights: Any = [layer.weight for layer in model if hasattr(layer, "weight")]
+    weights[0].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 2))
+    weights[2].register_hook(lambda g: g + 1)
     loss = model(torch.ones(2, 4)).sum()
     node = loss.grad_fn.next_functions[0][0]
     node.register_prehook(lambda g: (g[0] * 3,))
@@ -197,7 +202,7 @@ def of_hooks() -> list[Any]:
 
 def of_a_nested_pass() -> None:
     model = net()
-    hidden = model[0](torch.ones(2, 4))
+    hidden: torch.Tensor = model[0](torch.ones(2, 4))
     other, loss = hidden.square().sum(), model[3](model[1](model[0](torch.ones(2, 4)))).sum()
     loss.register_hook(lambda g: other.backward(retain_graph=True))
     loss.backward()
@@ -205,7 +210,7 @@ def of_a_nested_pass() -> None:
 
 def of_a_failure() -> str:
     model = net()
-    out = model[3](model[2](Raises.apply(model[0](torch.ones(2, 4)))))
+    out = model[3](model[2](applied(Raises, model[0](torch.ones(2, 4)))))
     with pytest.raises(ValueError, match="on purpose") as caught:
         out.sum().backward()
     with pytest.raises(RuntimeError, match="inplace"):
@@ -229,7 +234,7 @@ def test_odd_jobs_leave_the_same_rows(tmp_path: Path, job: Callable[[], Any]) ->
 OPERATIONS: list[Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda inner, a, b: a @ b, lambda inner, a, b: a + b.t(), lambda inner, a, b: a.clone().mul_(2),
     lambda inner, a, b: inner(a), lambda inner, a, b: torch.cat(a.chunk(3), 1).view(3, 3),
-    lambda inner, a, b: a.half().float(), lambda inner, a, b: a.tanh(), lambda inner, a, b: Doubled.apply(a),
+    lambda inner, a, b: a.half().float(), lambda inner, a, b: a.tanh(), lambda inner, a, b: applied(Doubled, a),
     lambda inner, a, b: a.detach() * b, lambda inner, a, b: torch.where(a > 0, a, b),
     lambda inner, a, b: a.bfloat16().double().float(), lambda inner, a, b: a.unbind()[1].expand(3, 3),
 ]  # fmt: skip

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-CACHE = Path(__file__).resolve().parents[2] / ".native-cache"
+CACHE = Path(
+    os.environ.get("GRADTRACE_TEST_CACHE") or Path(__file__).resolve().parents[2] / ".native-cache"
+)
 # A folder that is never made: what a user has built changes no test.
 NOWHERE = CACHE / "none"
 

@@ -112,7 +112,7 @@ class NativeJournal(JournalWriter):
 
     # What `JournalWriter` counts in plain attributes lies in the core.
 
-    @property  # type: ignore[override]
+    @property
     def _written(self) -> int:
         return int(self.core.written)
 
@@ -120,7 +120,7 @@ class NativeJournal(JournalWriter):
     def _written(self, value: int) -> None:
         self.core.written = value
 
-    @property  # type: ignore[override]
+    @property
     def _limit(self) -> int:
         return int(self.core.limit)
 
@@ -128,7 +128,7 @@ class NativeJournal(JournalWriter):
     def _limit(self, value: int) -> None:
         self.core.limit = value
 
-    @property  # type: ignore[override]
+    @property
     def _next_half(self) -> int:
         return int(self.core.next_half)
 

@@ -62,7 +62,7 @@ class NativeObserver(PythonObserver):
         super().__init__(guard)
         self._open = open_passes
         self._waiting: list[Any] = []
-        self._of: tuple[Recording, _Prepared] | None = None
+        self._of: tuple[Recording, _Shared] | None = None
 
     def watch(
         self,
@@ -94,7 +94,7 @@ class NativeObserver(PythonObserver):
             )
         self.release_waiting()
         if self._of is None or self._of[0] is not recording:
-            self._of = (recording, _Prepared(recording, native))
+            self._of = (recording, _Shared(recording, native))
         watch = NativePassWatch(
             self, self._of[1], recording, self._guard, backward_index, accumulates, stage_index, gradient_ready
         )  # fmt: skip
@@ -128,7 +128,7 @@ class NativeObserver(PythonObserver):
         return None
 
 
-class _Prepared:
+class _Shared:
     """What the passes of one recording share."""
 
     def __init__(self, recording: Recording, native: Native) -> None:
@@ -196,7 +196,7 @@ class NativePassWatch(PassWatch):
     def __init__(
         self,
         observer: NativeObserver,
-        prepared: _Prepared,
+        shared: _Shared,
         recording: Recording,
         guard: Guard,
         backward_index: int,
@@ -209,12 +209,12 @@ class NativePassWatch(PassWatch):
             recording, guard, backward_index, accumulates, None, stage_index, gradient_ready
         )
         self._observer = observer
-        self._prepared = prepared
-        self._native = prepared.begin(self)
+        self._shared = shared
+        self._native = shared.begin(self)
         self.indexes = self._native
         self._is_released = False
 
-    @property  # type: ignore[override]
+    @property
     def task(self) -> int | None:
         """The engine's task, once a Node of the pass has run."""
         task: int | None = self._native.task
@@ -255,11 +255,11 @@ class NativePassWatch(PassWatch):
         self._stand_ins = recording.names.stand_ins()
         if self.accumulates:  # autograd.grad never runs them
             all_left = self.gradient_ready is not None or recording.settings.modules
-            prepared = self._prepared
+            shared = self._shared
             left = native.attach_leaves(
                 None if all_left else recording.names.places,
-                prepared.leaf,
-                prepared.accumulate,
+                shared.leaf,
+                shared.accumulate,
                 recording.summariser.off,
             )
             for which, variable, used_by in left:
@@ -274,7 +274,7 @@ class NativePassWatch(PassWatch):
             hooks.python_defined = True
             self._hook(node, hooks)
         if own:
-            self._prepared.native.python_nodes["defined in Python"] += len(own)
+            self._shared.native.python_nodes["defined in Python"] += len(own)
 
     def _attach_native_leaf(self, which: int, variable: torch.Tensor, used_by: int) -> None:
         recording, native = self.recording, self._native
@@ -289,16 +289,16 @@ class NativePassWatch(PassWatch):
         else:
             root, holder, own, frame = NULL_INT32, NULL_STRING, NULL_STRING, None
             if shown is not None:
-                root, holder, own, frame = self._prepared.leaf(shown)
+                root, holder, own, frame = self._shared.leaf(shown)
                 if not recording.settings.wants_module(frame.fqn):
                     return
             is_local = named is not None and not recording.summariser.off and variable.requires_grad
-            accumulate = self._prepared.accumulate
+            accumulate = self._shared.accumulate
             if not native.attach_leaf(which, accumulate, root, holder, own, frame, is_local):
                 reason = "a hook sees the gradient first"
         if reason is not None:
             self._attach_leaf(native.leaf(which), used_by, True)
-            self._prepared.native.python_nodes[reason] += 1
+            self._shared.native.python_nodes[reason] += 1
 
 
 def _record(table: str, **fields: Any) -> bytearray:
@@ -327,4 +327,4 @@ def _offsets() -> dict[str, int]:
     return offsets
 
 
-never_compiled(NativeObserver, NativePassWatch, _Prepared)
+never_compiled(NativeObserver, NativePassWatch, _Shared)
