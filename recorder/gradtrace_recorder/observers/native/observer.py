@@ -8,7 +8,7 @@ that are defined in Python, and parameters whose gradient some hook is told of. 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from gradtrace_recorder.observers.python import (
 from gradtrace_recorder.observers.release import release_waiting
 from gradtrace_recorder.recording import Recording
 from gradtrace_recorder.rows import NODE_EVENTS
-from gradtrace_recorder.summaries.summariser import shape_fields, unasked
+from gradtrace_recorder.summaries.summariser import Summariser, shape_fields, unasked
 from gradtrace_recorder.summaries.values import NOTHING, as_bytes
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.journal import (
@@ -147,7 +147,7 @@ class _Shared:
             _offsets(),
             self._summary,
             (*names, string("grad_output"), string("grad_input")),
-            self._foreign,
+            _foreign(recording.summariser),
         )
         nothing = as_bytes(NOTHING)
         null = (NULL_BOOL, NULL_BOOL, NULL_FLOAT)
@@ -183,11 +183,18 @@ class _Shared:
         frame = Frame(named.root, holder, string(holder), NULL_INT32, None, True)
         return named.root, string(holder), string(named.fqn), frame
 
-    def _foreign(self, tensor: torch.Tensor) -> bytes:
-        """Shape and summary of a tensor that C++ does not read. Called in a hook, on any thread."""
+
+def _foreign(summariser: Summariser) -> Callable[[torch.Tensor], bytes]:
+    """What C++ asks about a tensor that it does not read: its shape and summary. It holds no recording, as C++ holds it.
+
+    Called in a hook, on any thread.
+    """
+
+    def shape_and_summary(tensor: torch.Tensor) -> bytes:
         with unasked():
-            summary = self._recording.summariser.of_gradient(tensor)
-            return _SHAPE.pack(*shape_fields(tensor)) + as_bytes(summary)
+            return _SHAPE.pack(*shape_fields(tensor)) + as_bytes(summariser.of_gradient(tensor))
+
+    return shape_and_summary
 
 
 class NativePassWatch(PassWatch):
