@@ -121,6 +121,9 @@ struct Attached {
 void let_go_of_frames(Attached& own) {
   std::vector<PyObject*> frames;
   frames.swap(own.frames);
+  for (size_t i = 0; i < own.pass->state_count; ++i) {
+    own.pass->states[i].frame = nullptr;
+  }
   for (PyObject* frame : frames) {
     Py_DECREF(frame);
   }

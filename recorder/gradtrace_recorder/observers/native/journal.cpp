@@ -130,6 +130,12 @@ void Journal::pop(int64_t thread) {
   }
 }
 
+void Journal::finish(int64_t thread, int kind, int32_t step, char* record) {
+  std::lock_guard<std::recursive_mutex> held(lock);
+  pop(thread);
+  append(kind, step, record);
+}
+
 void Journal::forget(char* elsewhere) {
   new (&lock) std::recursive_mutex(); // a thread that is not here may have held it
   new (half_is_full.get()) Event();

@@ -72,6 +72,8 @@ class Journal {
   void drop(int kind, int32_t step);
   void push(int64_t thread, const RunningEntry& entry);
   void pop(int64_t thread);
+  // What the thread noted last has ended, and this is its record.
+  void finish(int64_t thread, int kind, int32_t step, char* record);
   // The slot of a thread, -1 where there is none left. Under the lock.
   int slot_of(int64_t thread);
   int known_slot(int64_t thread) const;

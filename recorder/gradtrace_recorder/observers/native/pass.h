@@ -169,12 +169,13 @@ class Pass {
       const int64_t end = now() - settings->zero_ns;
       const uint64_t entered = ticks();
       const int32_t index = state.index.exchange(-1);
-      settings->journal->pop(state.thread);
       record(state, index, end, outgoing, incoming);
       own_ticks.fetch_add(ticks() - entered, std::memory_order_relaxed);
     } catch (const std::exception& failure) {
+      settings->journal->pop(state.thread);
       fail(failure.what());
     } catch (...) {
+      settings->journal->pop(state.thread);
       fail("an exception without a text");
     }
   }
@@ -316,7 +317,7 @@ class Pass {
 
   // The summary of a gradient that leaves: that of one that came in, where both are the same memory. Both are alive.
   Packed handed_on(
-      const at::Tensor& gradient, const variable_list& incoming, const std::vector<Packed>& came, Shape* shape) {
+      const at::Tensor& gradient, const variable_list& incoming, const Few<Packed>& came, Shape* shape) {
     Kind kind, other;
     const void* data = readable(gradient, kind);
     if (data && gradient.numel() && gradient.is_contiguous() && !gradient.is_inference()) {
@@ -357,15 +358,15 @@ class Pass {
     put(row, at.grad_output_count, came);
     put(row, at.grad_input_count, went);
     if (of.is_off) {
-      of.journal->append(of.node_kind, running.step, row);
+      of.journal->finish(state.thread, of.node_kind, running.step, row);
       return;
     }
     if (state.has_local) {
       record_local(state, incoming);
     }
-    std::vector<Packed> in(incoming.size()), out(outgoing.size());
-    std::vector<Shape> in_shapes(incoming.size()), out_shapes(outgoing.size());
-    std::vector<const Packed*> in_parts(incoming.size()), out_parts(outgoing.size());
+    Few<Packed> in(incoming.size()), out(outgoing.size());
+    Few<Shape> in_shapes(incoming.size()), out_shapes(outgoing.size());
+    Few<const Packed*> in_parts(incoming.size()), out_parts(outgoing.size());
     for (size_t i = 0; i < incoming.size(); ++i) {
       if (incoming[i].defined()) {
         in[i] = of_gradient(incoming[i], &in_shapes[i]);
@@ -380,7 +381,7 @@ class Pass {
     }
     put(row, at.grad_output_summary, combined(in_parts));
     put(row, at.grad_input_summary, combined(out_parts));
-    of.journal->append(of.node_kind, running.step, row);
+    of.journal->finish(state.thread, of.node_kind, running.step, row);
     if (came > 1) {
       record_each(index, of.incoming, in_parts, in_shapes);
     }
@@ -423,8 +424,8 @@ class Pass {
   void record_each(
       int32_t index,
       uint32_t direction,
-      const std::vector<const Packed*>& parts,
-      const std::vector<Shape>& shapes) {
+      const Few<const Packed*>& parts,
+      const Few<Shape>& shapes) {
     const Settings& of = *settings;
     alignas(8) char row[2048];
     for (size_t position = 0; position < parts.size(); ++position) {

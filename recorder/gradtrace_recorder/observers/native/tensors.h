@@ -171,8 +171,12 @@ Shape shape_of(const at::Tensor& tensor) {
   return shape;
 }
 
+// Of the few gradients that a Node has, without asking for memory.
+template <class T>
+using Few = c10::SmallVector<T, 4>;
+
 // One summary for all gradients of a tuple: the rules are those of gradtrace_recorder/summaries/values.py.
-Packed combined(const std::vector<const Packed*>& parts) {
+Packed combined(const Few<const Packed*>& parts) {
   Packed whole;
   size_t count = 0, only = 0;
   bool is_unread = false, is_norms = false;
