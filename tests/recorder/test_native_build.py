@@ -26,7 +26,7 @@ esac
 def library() -> Path:
     before = os.environ[CACHE_VARIABLE]
     try:
-        return native.build()
+        return native.build_or_skip()
     finally:
         os.environ[CACHE_VARIABLE] = before
 

@@ -15,14 +15,24 @@ NOWHERE = CACHE / "none"
 
 
 def build() -> Path:
-    """Build it, or find it built, and let this process and its children use it. Skips where nothing compiles."""
-    from gradtrace_recorder.observers.native.build import CACHE_VARIABLE, NotBuilt, build_native
+    """Build it, or find it built, and let this process and its children use it. Raises NotBuilt."""
+    from gradtrace_recorder.observers.native.build import CACHE_VARIABLE, build_native
 
     before = os.environ.get(CACHE_VARIABLE)
     os.environ[CACHE_VARIABLE] = str(CACHE)
     try:
         return build_native()
-    except NotBuilt as error:
+    except BaseException:
         if before is not None:
             os.environ[CACHE_VARIABLE] = before
+        raise
+
+
+def build_or_skip() -> Path:
+    """The same for a test, which is skipped where nothing compiles."""
+    from gradtrace_recorder.observers.native.build import NotBuilt
+
+    try:
+        return build()
+    except NotBuilt as error:
         pytest.skip(str(error))

@@ -185,7 +185,7 @@ class _Shared:
 
 
 def _foreign(summariser: Summariser) -> Callable[[torch.Tensor], bytes]:
-    """What C++ asks about a tensor that it does not read: its shape and summary. It holds no recording, as C++ holds it.
+    """What C++ asks about a tensor that it does not read: its shape and summary. It holds no recording: C++ holds it.
 
     Called in a hook, on any thread.
     """
