@@ -205,7 +205,7 @@ Packed combined(const Few<const Packed*>& parts) {
     is_norms = is_norms || part->state == kStateNorms;
     whole.numel += part->numel;
     square += part->norm * part->norm;
-    whole.abs_max = std::max<double>(whole.abs_max, part->abs_max);
+    whole.abs_max = part->abs_max > whole.abs_max ? part->abs_max : whole.abs_max;
     whole.sum += part->sum;
     whole.nans += part->nans;
     whole.infs += part->infs;
