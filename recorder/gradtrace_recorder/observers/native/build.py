@@ -64,7 +64,7 @@ def built_library() -> Path | None:
     """The newest that was built for this torch, this Python and these sources."""
     try:
         found = sorted(_folder().glob(f"{NAME}-*.so"), key=lambda path: path.stat().st_mtime_ns)
-    except OSError:
+    except (OSError, RuntimeError, AttributeError):  # no home, or a torch that is built otherwise
         return None
     return found[-1] if found else None
 

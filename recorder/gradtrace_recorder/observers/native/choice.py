@@ -39,7 +39,7 @@ def chosen_native(settings: Settings, problems: Problems) -> Native | None:
     if reason is None:
         try:
             found = library()
-        except ImportError as error:
+        except Exception as error:  # whatever its start raises, Python can do it
             reason = f"the native observer that was built does not load: {error}"
             problems.add(f"{reason}; recorded with the Python observer")
             return None
