@@ -147,7 +147,7 @@ class _Live:
         from gradtrace_recorder.claim import NotOurs, claim_place, living_rival
         from gradtrace_recorder.drain import Drain
         from gradtrace_recorder.flight import Flight
-        from gradtrace_recorder.journal import JournalWriter
+        from gradtrace_recorder.observers.native.choice import chosen_native, journal_of
         from gradtrace_recorder.rows import Rows
         from gradtrace_recorder.summaries.summariser import Summariser
         from gradtrace_recorder.timeline import Timeline
@@ -168,7 +168,9 @@ class _Live:
                 f"process {rival.pid} is recording rank {who.rank} into {run} too, as attempt {rival.attempt}; "
                 f"this one is attempt {self.claim.attempt}, nothing of the two is mixed"
             )
-        journal = JournalWriter(
+        native = chosen_native(settings, problems)
+        journal = journal_of(
+            native,
             layout.journal_file(run, who.rank, self.claim.attempt),
             rank=who.rank,
             attempt=self.claim.attempt,
@@ -183,9 +185,10 @@ class _Live:
             trigger, wake = layout.trigger_file(run), journal.half_is_full.set
             flight = Flight(journal, settings.flight_steps, trigger, wake)
         rows = Rows(journal, timeline, flight)
-        summariser = Summariser(journal, settings.summary, strict=settings.strict)
+        library = None if native is None else native.library
+        summariser = Summariser(journal, settings.summary, strict=settings.strict, library=library)
         self.recording = Recording(
-            settings, problems, journal, timeline, summariser, rows, flight=flight
+            settings, problems, journal, timeline, summariser, rows, flight=flight, native=native
         )
         timeline.at_end.append(self._write_step)
         self._about = {
@@ -244,6 +247,8 @@ class _Live:
                 "overwritten": dict(flight.overwritten),
                 "flight": flight.as_json(),
             }
+        if recording.native is not None:
+            own["observer"] = recording.native.as_json()
         self.claim.write_rank_file(
             {
                 **self._about,

@@ -355,7 +355,7 @@ def test_our_own_failure_closes_its_source_and_the_job_goes_on(
     def fails(self: Summariser, gradient: torch.Tensor) -> None:
         raise RuntimeError("ours")
 
-    with recording(tmp_path / "run", strict=False):
+    with recording(tmp_path / "run", strict=False, observer="python"):
         net = small()
         train(net, 1)
         monkeypatch.setattr(Summariser, "of_gradient", fails)

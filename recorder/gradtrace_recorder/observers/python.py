@@ -44,6 +44,7 @@ class PythonObserver:
         *,
         backward_index: int,
         accumulates: bool,
+        create_graph: bool,
         half: str | None,
         follows_half: bool,
         stage_index: int | None,
@@ -51,6 +52,7 @@ class PythonObserver:
     ) -> PassWatch:
         """Watch every Node that can be reached from `roots`, until the watch is closed.
 
+        `create_graph` says that the pass makes Nodes, which belong to those that run.
         `half` is that of a pipeline stage's split backward: `input`, `weight`, None for no half; one that
         `follows_half` is torch's weight half, which runs nothing that its input half ran.
         `gradient_ready` is called with each parameter when its gradient was accumulated, and the time.

@@ -14,6 +14,7 @@ from torch.autograd import Variable
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard, say
 from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
+from gradtrace_recorder.observers.native.observer import NativeObserver
 from gradtrace_recorder.observers.python import (
     Culprit,
     PassWatch,
@@ -52,6 +53,7 @@ class EngineSource:
         self._ddp = ddp
         self._modules = modules
         self._observer = PythonObserver(guard)
+        self._native: NativeObserver | None = None
         self._local = _ThreadState()
         self._original: Any = None
         self._carried_at: int | None = None
@@ -143,11 +145,12 @@ class EngineSource:
             if recording.flight is not None:
                 recording.flight.saw_loss(opened.loss)
             opened.root_node_name = _node_name(nodes[0]) if nodes and nodes[0] is not None else None
-            opened.watch = self._observer.watch(
+            opened.watch = self._observer_of(recording).watch(
                 recording,
                 [node for node in nodes if node is not None],
                 backward_index=index,
                 accumulates=accumulates,
+                create_graph=bool(_argument("create_graph", 3, args, kwargs, False)),
                 half=half,
                 follows_half=action is not None and action.follows_half,
                 stage_index=opened.stage_index,
@@ -162,6 +165,13 @@ class EngineSource:
         recording.journal.move(thread, opened.start_ns, (IN_BACKWARD, *opened.place))
         timeline.totals.recorder_ns += opened.start_ns - entered
         return opened
+
+    def _observer_of(self, recording: Recording) -> PythonObserver:
+        if recording.native is None:
+            return self._observer
+        if self._native is None:
+            self._native = NativeObserver(self._guard, self._open)
+        return self._native
 
     def _end(
         self, opened: _OpenPass, error: BaseException | None, outputs: Sequence[Any] = ()

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrace_recorder.guard import is_of_a_signal_handler
 from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.summaries.native import NativeSummary
 from gradtrace_recorder.summaries.torch_ops import TorchSummary
 from gradtrace_recorder.summaries.values import Packed, combined, unread
 from gradtrace_schemas.journal import MAX_DIMENSIONS, NULL_BOOL
@@ -32,7 +33,10 @@ class Summariser:
     `of` may be called in any hook, on any thread that runs Python.
     """
 
-    def __init__(self, journal: JournalWriter, summary: str, *, strict: bool = False) -> None:
+    def __init__(
+        self, journal: JournalWriter, summary: str, *, strict: bool = False, library: Any = None
+    ) -> None:
+        """`library` is the native one, None where it is not used."""
         self.off = summary == "off"
         self.unsummarised: collections.Counter[str] = collections.Counter()
         self._strict = strict
@@ -40,7 +44,10 @@ class Summariser:
         self._state = STATE_NORMS if self._norms_only else STATE_FULL
         self._journal = journal
         self._dtypes: dict[torch.dtype, int] = {}
-        self._ways = TorchSummary(norms_only=self._norms_only)
+        if library is None:
+            self._ways = TorchSummary(norms_only=self._norms_only)
+        else:
+            self._ways = NativeSummary(library, norms_only=self._norms_only)
         self._remembered: dict[int, tuple[weakref.ref[torch.Tensor], int, Packed]] = {}
 
     def of(self, tensor: torch.Tensor) -> Packed | None:

@@ -1,0 +1,207 @@
+"""Builds the native observer against the job's own torch, and finds what was built. A job never compiles.
+
+Neither ninja nor setuptools is asked for: three sources, one call of the compiler each. What is built lies in a cache
+of the user's, in a folder for this torch, its ABI, this Python and these sources, under a name that says which compiler
+made it. Several processes may build at once: one does, the others wait for it; what is there is whole, as it comes by
+a rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NAME = "gradtrace_native"
+CACHE_VARIABLE = "GRADTRACE_NATIVE_CACHE"
+_SOURCES = ("summary.cpp", "journal.cpp", "observer.cpp")
+_HEADERS = ("summary.h", "journal.h", "tensors.h", "pass.h", "graph.h")
+# Contracted operations would give other bits on other processors; the vector code asks for them by name.
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-DNDEBUG")
+_LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
+_SECONDS = 900
+
+
+class NotBuilt(RuntimeError):
+    """Why there is no native observer; the text says what would help."""
+
+
+def build_native(*, again: bool = False) -> Path:
+    """Build the native observer for the torch of this Python, if that was not done yet. Where it lies.
+
+    `again` builds it even so. Raises NotBuilt.
+    """
+    compiler, version = _compiler()
+    folder = _folder()
+    built = folder / f"{NAME}-{_digest(version)}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder / "lock"):
+            if again or not built.exists():
+                _build(compiler, built)
+    except OSError as error:
+        raise NotBuilt(
+            f"the native observer cannot be kept in {str(folder)!r}: {error.strerror or error}; "
+            f"name another folder in {CACHE_VARIABLE}"
+        ) from error
+    return built
+
+
+def built_library() -> Path | None:
+    """The newest that was built for this torch, this Python and these sources."""
+    try:
+        found = sorted(_folder().glob(f"{NAME}-*.so"), key=lambda path: path.stat().st_mtime_ns)
+    except (OSError, RuntimeError, AttributeError):  # no home, or a torch that is built otherwise
+        return None
+    return found[-1] if found else None
+
+
+def library() -> Any:
+    """The loaded native observer, or None where none is built. Raises ImportError for one that does not load."""
+    path = built_library()
+    return None if path is None else _loaded(path)
+
+
+@functools.cache
+def _loaded(path: Path) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
+    spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _build(compiler: str, built: Path) -> None:
+    here = Path(__file__).parent
+    import torch
+
+    root = Path(torch.__path__[0])
+    includes = [
+        root / "include",
+        root / "include" / "torch" / "csrc" / "api" / "include",
+        sysconfig.get_paths()["include"],
+    ]
+    given = [f"-I{path}" for path in includes] + _flags_of_torch()
+    for left in built.parent.glob("build-*"):  # of one that was killed: we are alone
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=built.parent) as place:
+        objects = []
+        for source in _SOURCES:
+            into = str(Path(place) / f"{source}.o")
+            _run([compiler, *_FLAGS, *given, "-c", str(here / source), "-o", into])
+            objects.append(into)
+        whole = Path(place) / built.name
+        libraries = [f"-L{root / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
+        _run([compiler, "-shared", *objects, *libraries, "-o", str(whole)])
+        _try(whole)
+        os.replace(whole, built)
+
+
+def _try(path: Path) -> None:
+    """Load it in a process of its own, so that one that does not load is never found."""
+    code = (
+        f"import torch; from {__name__} import _loaded; import pathlib; "
+        f"assert _loaded(pathlib.Path({str(path)!r})).summary(torch.ones(3), True)[0] > 1.7"
+    )
+    package = Path(__file__).resolve().parents[3]
+    paths = os.pathsep.join([str(package), *(p for p in sys.path if p)])
+    _run(
+        [sys.executable, "-c", code],
+        {**os.environ, "PYTHONPATH": paths, "GRADTRACE_DIR": ""},
+    )
+
+
+def _run(command: list[str], environment: dict[str, str] | None = None) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NotBuilt(
+            f"the native observer was not built: {Path(command[0]).name} took longer than {_SECONDS} seconds"
+        ) from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        errors = [line for line in said if "error" in line.lower()] or said
+        raise NotBuilt(
+            f"the native observer was not built: {Path(command[0]).name} ended with {done.returncode}: "
+            f"{errors[0] if errors else 'and said nothing'}"
+        )
+
+
+def _compiler() -> tuple[str, str]:
+    """The C++ compiler, and the first line that it says of itself."""
+    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        path = shutil.which(name) if name else None
+        if path is not None:
+            done = subprocess.run(
+                [path, "--version"], capture_output=True, text=True, timeout=60, check=False
+            )
+            if done.returncode == 0:
+                return path, f"{done.stdout.splitlines()[0]} {platform.machine()}"
+    raise NotBuilt(
+        "the native observer needs a C++ compiler (c++, g++ or clang++; CXX names another), and there is none; "
+        "jobs are recorded by the Python observer"
+    )
+
+
+def _folder() -> Path:
+    """Where libraries for this torch, this Python and these sources lie."""
+    import torch
+
+    here = Path(__file__).parent
+    parts: list[str | bytes] = [
+        str(torch.__version__),
+        str(getattr(torch.version, "git_version", "")),
+        *_flags_of_torch(),
+        sysconfig.get_config_var("SOABI") or "",
+        platform.machine(),
+        *_FLAGS,
+    ]
+    parts += [(here / name).read_bytes() for name in (*_SOURCES, *_HEADERS)]
+    release = str(torch.__version__).replace("/", "-")
+    return _cache() / "native" / f"torch-{release}-{_digest(*parts)}"
+
+
+def _flags_of_torch() -> list[str]:
+    import torch
+
+    return [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+
+
+def _cache() -> Path:
+    chosen = os.environ.get(CACHE_VARIABLE, "")
+    if chosen:
+        return Path(chosen).absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "gradtrace"
+
+
+def _digest(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time; the system takes the lock from one that dies."""
+    with open(lock, "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
