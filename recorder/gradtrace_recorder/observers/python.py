@@ -106,6 +106,9 @@ class PassWatch:
         self.unattributed_count = 0
         self.indexes = itertools.count()
         self.task: int | None = None
+        # Where others that have hooks run before any AccumulateGrad, one that seems the first is run by a pass beside
+        # this one, for a parameter of both.
+        self.may_begin_with_leaf = False
         self.running: dict[int, NodeHooks] = {}
         self.culprit: NodeHooks | None = None  # what was running when the pass failed
         chosen = recording.settings.replay
@@ -134,6 +137,7 @@ class PassWatch:
         is_long = len(nodes) > _most_in_a_row()
         self.node_count = len(nodes) + len(leaves)
         self._stand_ins = recording.names.stand_ins()
+        self.may_begin_with_leaf = not whole
         for leaf, number in leaves if self.accumulates else ():  # autograd.grad never runs them
             self._attach_leaf(leaf, number, whole)
         if is_long:
@@ -141,6 +145,8 @@ class PassWatch:
             release_in_pieces(nodes)
         if not whole:
             return
+        # Where some modules are not wanted, their Nodes may come first.
+        self.may_begin_with_leaf = bool(recording.settings.modules) or not nodes
         recording.attribution.mark_running()
         occurrences: dict[tuple[int, int], int] = {}
         string = recording.journal.string

@@ -141,7 +141,7 @@ class EngineSource:
             outputs = _argument("tensors", 0, args, kwargs, ())
             nodes = [_node_of(output) for output in outputs]
             first = outputs[0] if len(outputs) else None
-            opened.loss = _scalar(first)
+            opened.loss = _scalar(first, recording)
             if recording.flight is not None:
                 recording.flight.saw_loss(opened.loss)
             opened.root_node_name = _node_name(nodes[0]) if nodes and nodes[0] is not None else None
@@ -348,12 +348,14 @@ def _node_of(output: Any) -> Any:
         return getattr(output, "node", None)
     if torch._C._functorch.is_functorch_wrapped_tensor(output):
         return None
-    if output.grad_fn is not None:
-        return output.grad_fn
-    return None
+    return output.grad_fn
 
 
-def _scalar(output: Any) -> float | None:
+def _scalar(output: Any, recording: Recording) -> float | None:
+    if recording.native is not None and isinstance(output, torch.Tensor):
+        value: float | None = recording.native.library.scalar(output)
+        if value is not None:
+            return value
     if (
         isinstance(output, torch.Tensor)
         and not torch._C._functorch.is_functorch_wrapped_tensor(output)

@@ -1,19 +1,18 @@
 // The mapped journal as hooks write it that hold no GIL. The layout is that of gradtrace_schemas/journal.py, from which
 // Python hands over every offset; the file, its strings and its held rows stay with gradtrace_recorder/journal.py.
 //
-// What several threads share lies under one recursive lock. Whoever holds the GIL lets go of it before waiting for the
+// What several threads share lies under one lock. Whoever holds the GIL lets go of it before waiting for the
 // lock, and nobody who holds the lock waits for the GIL: so neither waits for the other.
 #pragma once
 
 #include <Python.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <typeindex>
-#include <unordered_map>
 #include <vector>
 
 namespace gradtrace {
@@ -44,6 +43,23 @@ class Event {
   bool set_ = false;
 };
 
+// A recursive lock that is cheap where nobody waits: it is let go of by a plain store, which waits for no cache line that
+// was written under it. Whoever finds it taken tries again, soon and then less often.
+class Lock {
+ public:
+  bool try_lock();
+  void lock();
+  void unlock() {
+    if (--depth_ == 0) {
+      owner_.store(0, std::memory_order_release);
+    }
+  }
+
+ private:
+  std::atomic<uintptr_t> owner_{0};
+  int depth_ = 0; // the owner's
+};
+
 struct Layout {
   int64_t records_offset = 0, record_bytes = 0, running_offset = 0, thread_bytes = 0, thread_head = 0,
           places_offset = 0, place_bytes = 0, drops_offset = 0, drop_bytes = 0, dropped_offset = 0;
@@ -54,7 +70,7 @@ class Journal {
  public:
   Layout layout;
   std::shared_ptr<Event> half_is_full;
-  std::recursive_mutex lock;
+  Lock lock;
   int64_t places = 0, half_records = 0;
   int64_t written = 0, limit = 0, next_half = 0;
   int64_t counts[kMostKinds] = {};
@@ -64,8 +80,6 @@ class Journal {
   } drops[kMostKinds];
   int64_t dropped = 0;
   char* map = nullptr;
-  // Names of C++ Nodes by their type, as numbers of the journal's strings. Under the GIL.
-  std::unordered_map<std::type_index, uint32_t> node_names;
 
   // `record` has all but its two numbers; any thread, with or without the GIL. Whether there was room.
   bool append(int kind, int32_t step, char* record);
@@ -74,6 +88,8 @@ class Journal {
   void pop(int64_t thread);
   // What the thread noted last has ended, and this is its record.
   void finish(int64_t thread, int kind, int32_t step, char* record);
+  // The record that comes next will be written soon: its memory has been out of every cache for long.
+  void expect_record() const;
   // The slot of a thread, -1 where there is none left. Under the lock.
   int slot_of(int64_t thread);
   int known_slot(int64_t thread) const;
@@ -86,6 +102,8 @@ class Journal {
   int slot_count = 0;
 
  private:
+  bool put_record(int kind, int32_t step, char* record); // under the lock
+  void pop_entry(int64_t thread);                          // the same
   void store(int64_t offset, int64_t value) {
     __atomic_store_n(reinterpret_cast<int64_t*>(map + offset), value, __ATOMIC_RELEASE);
   }

@@ -277,7 +277,7 @@ class NativePassWatch(PassWatch):
                 self._attach_native_leaf(which, variable, used_by)
         recording.attribution.mark_running()
         numbers, frames, first_known, unknown = recording.attribution.boundaries()
-        self.unattributed_count, own = native.attach(
+        self.unattributed_count, own, self.may_begin_with_leaf = native.attach(
             numbers, frames, first_known, unknown, recording.journal.string, bool(recording.settings.modules)
         )  # fmt: skip
         for node, name, number, frame, occurrence in own:

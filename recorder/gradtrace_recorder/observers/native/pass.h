@@ -4,83 +4,18 @@
 // the vector summary does not know (an integer, a sparse one, a subclass), which Python then summarises.
 #pragma once
 
-#include "journal.h"
-#include "tensors.h"
+#include "gradients.h"
+#include "others_hooks.h"
 
 namespace gradtrace {
 namespace {
 
-// Where the fields lie in the records that hooks write. Python hands it over.
-struct Fields {
-  int64_t event_index, autograd_seq, node_name, root, module_fqn, call_index, occurrence, parameter_fqn, thread,
-      start_ns, end_ns, grad_output_count, grad_input_count, grad_output_summary, grad_input_summary;
-  int64_t tensor_event_index, tensor_direction, tensor_position, tensor_shape, tensor_summary;
-  int64_t gradient_root, gradient_parameter_fqn, gradient_shape, gradient_summary;
-};
+class Pass;
 
-template <class T>
-void put(char* record, int64_t offset, const T& value) {
-  std::memcpy(record + offset, &value, sizeof value);
-}
-
-// Whether the tables that Python's hooks lie in hold any. One that was emptied stays where it was. Torch keeps no others
-// on a parameter; on a Node it may (a reducer's), which are asked for by name, as their types are not exported (2.13).
-bool has_hooks(const at::Tensor& parameter) {
-  const auto& all = torch::autograd::impl::post_acc_grad_hooks(parameter);
-  if (!all) {
-    return false;
-  }
-  const PyObject* table = static_cast<torch::autograd::PyFunctionTensorPostAccGradHooks&>(*all).dict;
-  return !table || !PyDict_Check(table) || reinterpret_cast<const PyDictObject*>(table)->ma_used != 0;
-}
-
-bool has_hooks(const AccumulateGrad& leaf) {
-  for (const auto& one : leaf.post_hooks()) {
-    const auto& hook = *one;
-    const PyObject* table = nullptr;
-    if (std::strstr(typeid(hook).name(), "PyFunctionPostHook")) {
-      table = static_cast<const torch::autograd::PyFunctionPostHook&>(hook).dict;
-    }
-    if (!table || !PyDict_Check(table) || reinterpret_cast<const PyDictObject*>(table)->ma_used != 0) {
-      return true;
-    }
-  }
-  return has_hooks(leaf.variable);
-}
-
-// What names an AccumulateGrad: as numbers of strings, and the frame that stands for the parameter's module.
-struct LeafNames {
-  int32_t root = kNullInt32;
-  uint32_t holder = kNullString, parameter = kNullString;
-  PyObject* frame = nullptr;
-  PyObject* named = nullptr;
-  bool is_parameter = true;
-};
-
-// What all passes of a recording share.
-struct Settings {
-  std::shared_ptr<Journal> journal;
-  Fields fields = {};
-  int node_kind = 0, tensor_kind = 0, gradient_kind = 0;
-  bool is_off = true, is_whole = false;
-  uint32_t dtypes[4] = {};
-  uint32_t incoming = 0, outgoing = 0;
-  int64_t zero_ns = 0;
-  PyObject* foreign = nullptr; // (tensor) -> bytes of Foreign; called with the GIL
-  std::unordered_map<PyObject*, LeafNames> leaves; // by the name's identity; under the GIL
-
-  ~Settings() {
-    // The last pass may go on any thread: with the engine's, when a graph ends.
-    if (Py_IsInitialized()) {
-      const PyGILState_STATE gil = PyGILState_Ensure();
-      Py_XDECREF(foreign);
-      for (const auto& [named, names] : leaves) {
-        Py_DECREF(named);
-        Py_DECREF(names.frame);
-      }
-      PyGILState_Release(gil);
-    }
-  }
+// Where a hook lies: in its Node's state. The hook that a Node deletes gives back its hold on the pass, no memory.
+struct HookPlace {
+  Pass* pass = nullptr;
+  alignas(16) unsigned char bytes[16] = {};
 };
 
 // One Node in one pass: what is noted when it begins, and names it in its row.
@@ -90,53 +25,88 @@ struct NodeState {
   uint32_t occurrence = 0;
   int64_t number = kNullInt64;
   bool has_local = false, has_ended = false;
-  AccumulateGrad* leaf = nullptr; // whose hook this state belongs to
-  PyObject* frame = nullptr;      // borrowed: the pass owns it
   std::atomic<int32_t> index{-1};
   int64_t start = 0, thread = 0;
+  uint64_t own_ticks = 0;
+  HookPlace before, after;
+  AccumulateGrad* leaf = nullptr; // whose hook this state belongs to
+  PyObject* frame = nullptr;      // borrowed: the pass owns it
   // Of each gradient that came in: how many sizes (-1: there was none, -2: they cannot be told), dtype, sizes.
   c10::SmallVector<int64_t, 8> came_in;
 };
 
-struct Remembered {
-  c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
-  uint32_t version;
-  Packed packed;
-};
-
+// Held by the Python object and by every hook that is still on a Node: the last of them ends it.
 class Pass {
  public:
-  std::shared_ptr<Settings> settings;
+  const std::shared_ptr<Settings> settings;
   std::vector<char> node_record, tensor_record, gradient_record; // with all that is the same for every Node
   RunningEntry running = {};
   std::atomic<int> task{-1};
   std::atomic<int32_t> next_index{0};
   std::atomic<bool> is_open{true};
-  std::atomic<uint64_t> own_ticks{0};
+  std::atomic<bool> may_begin_with_leaf{false};
   std::atomic<int64_t> late_hooks{0};
   const uint64_t began_ticks = ticks();
   const int64_t began_ns = now();
-  std::unique_ptr<NodeState[]> states;
   size_t state_count = 0;
-  std::mutex mutex; // of what follows
-  std::string error;
+  Gradients gradients;
+
+  explicit Pass(std::shared_ptr<Settings> shared) : settings(std::move(shared)), gradients(settings) {}
+  Pass(const Pass&) = delete;
+  Pass& operator=(const Pass&) = delete;
+
+  void hold() noexcept {
+    holders_.fetch_add(1, std::memory_order_relaxed);
+  }
+
+  void let_go() noexcept {
+    if (holders_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      delete this;
+    }
+  }
+
+  // Room for the states of so many Nodes. Called once.
+  void reserve(size_t count) {
+    states_ = static_cast<NodeState*>(settings->states.take(std::max<size_t>(count, 1) * sizeof(NodeState), bytes_));
+  }
+
+  NodeState& add_state() {
+    return *new (states_ + state_count++) NodeState();
+  }
+
+  NodeState& state(size_t at) const {
+    return states_[at];
+  }
+
+  uint64_t own_ticks() const {
+    uint64_t own = 0;
+    for (size_t i = 0; i < state_count; ++i) {
+      own += states_[i].own_ticks;
+    }
+    return own;
+  }
+
+  std::string error() const {
+    const std::lock_guard<Lock> held(lock_);
+    return error_;
+  }
 
   // The Node is about to run.
-  void before(NodeState& state, const variable_list& gradients) noexcept {
+  void before(NodeState& state, const variable_list& incoming) noexcept {
     if (!is_open.load(std::memory_order_acquire)) {
       return;
     }
+    const uint64_t entered = ticks();
     try {
       const int current = torch::autograd::get_current_graph_task_id();
-      int expected = -1;
-      if (!task.compare_exchange_strong(expected, current) && expected != current) {
-        return; // another pass runs it, a nested one: it has hooks of its own
+      if (!is_of_this_pass(current, state)) {
+        return;
       }
       state.came_in.clear();
-      for (const at::Tensor& gradient : gradients) {
+      for (const at::Tensor& gradient : incoming) {
         note(state, gradient);
       }
-      const int32_t index = next_index.fetch_add(1);
+      const int32_t index = next_index.fetch_add(1, std::memory_order_relaxed);
       state.thread = this_thread();
       state.start = now() - settings->zero_ns;
       state.index.store(index, std::memory_order_release);
@@ -150,6 +120,7 @@ class Pass {
       entry.autograd_seq = state.number;
       entry.start_ns = state.start;
       settings->journal->push(state.thread, entry);
+      state.own_ticks += ticks() - entered;
     } catch (const std::exception& failure) {
       fail(failure.what());
     } catch (...) {
@@ -159,19 +130,23 @@ class Pass {
 
   // The Node has run: `incoming` is what it got, `outgoing` what it gave.
   void after(NodeState& state, const variable_list& outgoing, const variable_list& incoming) noexcept {
-    if (!is_open.load(std::memory_order_acquire) || state.index.load(std::memory_order_acquire) < 0) {
+    if (!is_open.load(std::memory_order_acquire)) {
+      return;
+    }
+    const int32_t index = state.index.load(std::memory_order_acquire);
+    if (index < 0) {
       return;
     }
     try {
-      if (torch::autograd::get_current_graph_task_id() != task.load()) {
+      if (torch::autograd::get_current_graph_task_id() != task.load(std::memory_order_relaxed)) {
         return;
       }
       const int64_t end = now() - settings->zero_ns;
       const uint64_t entered = ticks();
-      const int32_t index = state.index.exchange(-1);
+      state.index.store(-1, std::memory_order_release);
       state.has_ended = true;
       record(state, index, end, outgoing, incoming);
-      own_ticks.fetch_add(ticks() - entered, std::memory_order_relaxed);
+      state.own_ticks += ticks() - entered;
     } catch (const std::exception& failure) {
       settings->journal->pop(state.thread);
       fail(failure.what());
@@ -181,24 +156,43 @@ class Pass {
     }
   }
 
+ private:
+  std::atomic<int64_t> holders_{1};
+  NodeState* states_ = nullptr;
+  size_t bytes_ = 0;
+  mutable Lock lock_; // of what follows
+  std::string error_;
+
+  ~Pass() {
+    for (size_t i = 0; i < state_count; ++i) {
+      states_[i].~NodeState();
+    }
+    if (states_) {
+      settings->states.give(states_, bytes_);
+    }
+  }
+
+  // Whether the engine runs the Node for this pass: another one, nested in it or beside it, has hooks of its own. The
+  // first Node that runs tells; where it cannot be an AccumulateGrad, one that runs before it is run by a pass beside
+  // this one, for a parameter of both.
+  bool is_of_this_pass(int current, const NodeState& state) {
+    int known = task.load(std::memory_order_relaxed);
+    if (known == -1 && (!state.leaf || may_begin_with_leaf.load(std::memory_order_relaxed))) {
+      return task.compare_exchange_strong(known, current) || known == current;
+    }
+    return known == current;
+  }
+
   void fail(const char* text) noexcept {
     is_open.store(false);
     try {
-      std::lock_guard<std::mutex> held(mutex);
-      if (error.empty()) {
-        error = text;
+      const std::lock_guard<Lock> held(lock_);
+      if (error_.empty()) {
+        error_ = text;
       }
     } catch (...) {
     }
   }
-
-  void forget() {
-    std::lock_guard<std::mutex> held(mutex);
-    remembered_.clear();
-  }
-
- private:
-  std::unordered_map<c10::TensorImpl*, Remembered> remembered_;
 
   static void note(NodeState& state, const at::Tensor& gradient) {
     auto& came_in = state.came_in;
@@ -213,129 +207,6 @@ class Pass {
     if (has_sizes) {
       came_in.append(gradient.sizes().begin(), gradient.sizes().end());
     }
-  }
-
-  Packed packed(const at::Tensor& tensor, Kind kind, const void* data) const {
-    const Settings& of = *settings;
-    const Numbers numbers = numbers_of(tensor, kind, data, of.is_whole);
-    Packed packed;
-    packed.numel = tensor.numel();
-    packed.norm = std::sqrt(numbers.square);
-    packed.abs_max = numbers.abs_max;
-    packed.sum = numbers.sum;
-    packed.nans = numbers.nans;
-    packed.infs = numbers.infs;
-    packed.fingerprint = numbers.fingerprint;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      packed.sketch[lane] = narrowed(numbers.lanes[lane]);
-    }
-    packed.dtype = of.dtypes[static_cast<int>(kind)];
-    packed.state = of.is_whole ? kStateFull : kStateNorms;
-    return packed;
-  }
-
-  Foreign foreign(const at::Tensor& tensor) const {
-    const PyGILState_STATE gil = PyGILState_Ensure();
-    Foreign given;
-    std::string trouble;
-    PyObject* wrapped = THPVariable_Wrap(tensor);
-    PyObject* bytes = wrapped ? PyObject_CallOneArg(settings->foreign, wrapped) : nullptr;
-    if (bytes && PyBytes_Check(bytes) && PyBytes_GET_SIZE(bytes) == sizeof given) {
-      std::memcpy(&given, PyBytes_AS_STRING(bytes), sizeof given);
-    } else {
-      trouble = raised();
-    }
-    Py_XDECREF(bytes);
-    Py_XDECREF(wrapped);
-    PyGILState_Release(gil);
-    if (!trouble.empty()) {
-      throw std::runtime_error(trouble);
-    }
-    return given;
-  }
-
-  // The text of what Python has just raised, which is over.
-  static std::string raised() {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    std::string text = type ? reinterpret_cast<PyTypeObject*>(type)->tp_name : "a summary of another size";
-    PyObject* said = value ? PyObject_Str(value) : nullptr;
-    const char* utf8 = said ? PyUnicode_AsUTF8(said) : nullptr;
-    text += utf8 ? std::string(": ") + utf8 : "";
-    PyErr_Clear();
-    Py_XDECREF(said);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
-    return text;
-  }
-
-  // The summary of a gradient, used again for the same tensor (which a weak reference proves) at the same version.
-  Packed of_gradient(const at::Tensor& gradient, Shape* shape) {
-    Kind kind;
-    const void* data = readable(gradient, kind);
-    if (!data) {
-      const Foreign given = foreign(gradient);
-      if (shape) {
-        *shape = given.shape;
-      }
-      return given.packed;
-    }
-    if (shape) {
-      *shape = shape_of(gradient);
-    }
-    if (gradient.is_inference()) {
-      return packed(gradient, kind, data);
-    }
-    c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
-    const uint32_t version = impl->version_counter().current_version();
-    {
-      std::lock_guard<std::mutex> held(mutex);
-      const auto known = remembered_.find(impl);
-      if (known != remembered_.end() && !known->second.tensor.expired() && known->second.version == version) {
-        return known->second.packed;
-      }
-    }
-    const Packed made = packed(gradient, kind, data);
-    remember(gradient, made);
-    return made;
-  }
-
-  void remember(const at::Tensor& gradient, const Packed& packed) {
-    if (gradient.is_inference()) {
-      return;
-    }
-    c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
-    const uint32_t version = impl->version_counter().current_version();
-    std::lock_guard<std::mutex> held(mutex);
-    if (remembered_.size() > kMostRemembered) {
-      remembered_.clear();
-    }
-    remembered_.insert_or_assign(
-        impl,
-        Remembered{c10::weak_intrusive_ptr<c10::TensorImpl>(gradient.getIntrusivePtr()), version, packed});
-  }
-
-  // The summary of a gradient that leaves: that of one that came in, where both are the same memory. Both are alive.
-  Packed handed_on(
-      const at::Tensor& gradient, const variable_list& incoming, const Few<Packed>& came, Shape* shape) {
-    Kind kind, other;
-    const void* data = readable(gradient, kind);
-    if (data && gradient.numel() && gradient.is_contiguous() && !gradient.is_inference()) {
-      for (size_t at = 0; at < incoming.size(); ++at) {
-        const at::Tensor& one = incoming[at];
-        if (one.defined() && !one.is_same(gradient) && readable(one, other) == data && other == kind &&
-            one.numel() == gradient.numel() && one.is_contiguous() && !one.is_inference() &&
-            one._version() == gradient._version()) {
-          remember(gradient, came[at]);
-          if (shape) {
-            *shape = shape_of(gradient);
-          }
-          return came[at];
-        }
-      }
-    }
-    return of_gradient(gradient, shape);
   }
 
   void record(
@@ -370,13 +241,13 @@ class Pass {
     Few<const Packed*> in_parts(incoming.size()), out_parts(outgoing.size());
     for (size_t i = 0; i < incoming.size(); ++i) {
       if (incoming[i].defined()) {
-        in[i] = of_gradient(incoming[i], &in_shapes[i]);
+        in[i] = gradients.of(incoming[i], &in_shapes[i]);
         in_parts[i] = &in[i];
       }
     }
     for (size_t i = 0; i < outgoing.size(); ++i) {
       if (outgoing[i].defined()) {
-        out[i] = handed_on(outgoing[i], incoming, in, &out_shapes[i]);
+        out[i] = gradients.handed_on(outgoing[i], incoming, in, &out_shapes[i]);
         out_parts[i] = &out[i];
       }
     }
@@ -404,13 +275,13 @@ class Pass {
       return;
     }
     Shape shape;
-    const Packed packed = of_gradient(gradient, &shape);
+    const Packed packed = gradients.of(gradient, &shape);
     Kind kind, other;
     if (incoming.size() == 1 && incoming[0].defined()) {
       const void* data = readable(gradient, kind);
       if (data && gradient.numel() && readable(incoming[0], other) == data && kind == other &&
           incoming[0].sizes() == gradient.sizes() && incoming[0].strides() == gradient.strides()) {
-        remember(incoming[0], packed);
+        gradients.remember(incoming[0], packed);
       }
     }
     alignas(8) char row[2048];
@@ -429,6 +300,7 @@ class Pass {
       const Few<Shape>& shapes) {
     const Settings& of = *settings;
     alignas(8) char row[2048];
+    const std::lock_guard<Lock> held(of.journal->lock);
     for (size_t position = 0; position < parts.size(); ++position) {
       if (parts[position]) {
         std::memcpy(row, tensor_record.data(), tensor_record.size());
@@ -451,29 +323,55 @@ class Pass {
   }
 };
 
+// The engine calls hooks with lists of its own, which it replaces by what they give back (`call_pre_hooks` and
+// `call_post_hooks` in torch/csrc/autograd/engine.cpp, alike in every version until 2.13): so a list is handed back as it
+// is, not copied. The library is kept only if that holds where it was built (`build.py` tries it).
+variable_list handed_back(const variable_list& list) {
+  return std::move(const_cast<variable_list&>(list));
+}
+
+// Ends a hook of `place`: called by the `delete` of a Node.
+void hook_is_gone(void* hook) noexcept {
+  char* place = static_cast<char*>(hook) - offsetof(HookPlace, bytes);
+  reinterpret_cast<HookPlace*>(place)->pass->let_go();
+}
+
 struct Before : torch::autograd::FunctionPreHook {
-  Before(std::shared_ptr<Pass> pass, NodeState& state) : pass_(std::move(pass)), state_(state) {}
-  variable_list operator()(const variable_list& gradients) override {
-    pass_->before(state_, gradients);
-    return gradients;
+  explicit Before(NodeState& state) : state_(state) {}
+  variable_list operator()(const variable_list& incoming) override {
+    state_.before.pass->before(state_, incoming);
+    return handed_back(incoming);
+  }
+  static void operator delete(void* hook) {
+    hook_is_gone(hook);
   }
 
  private:
-  std::shared_ptr<Pass> pass_;
-  NodeState& state_; // the pass's
+  NodeState& state_;
 };
 
 struct After : torch::autograd::FunctionPostHook {
-  After(std::shared_ptr<Pass> pass, NodeState& state) : pass_(std::move(pass)), state_(state) {}
+  explicit After(NodeState& state) : state_(state) {}
   variable_list operator()(const variable_list& outgoing, const variable_list& incoming) override {
-    pass_->after(state_, outgoing, incoming);
-    return outgoing;
+    state_.after.pass->after(state_, outgoing, incoming);
+    return handed_back(outgoing);
+  }
+  static void operator delete(void* hook) {
+    hook_is_gone(hook);
   }
 
  private:
-  std::shared_ptr<Pass> pass_;
   NodeState& state_;
 };
+
+static_assert(sizeof(Before) <= sizeof(HookPlace::bytes) && sizeof(After) <= sizeof(HookPlace::bytes));
+
+template <class Hook>
+Hook* made_in(HookPlace& place, Pass& pass, NodeState& state) {
+  pass.hold();
+  place.pass = &pass;
+  return ::new (static_cast<void*>(place.bytes)) Hook(state);
+}
 
 } // namespace
 } // namespace gradtrace

@@ -38,8 +38,10 @@ Numbers summarised(
     const int64_t* strides,
     bool whole);
 
-// Whether the vector instructions are used: what the processor has, unless a test asks for less.
-bool uses_vectors();
-void use_vectors(bool wanted);
+double value_of(Kind kind, const void* element);
+
+// Which vector instructions are used: none (0), AVX2 (1), AVX-512 (2). What the processor has, unless a test asks for
+// less. Gives what is used from now on.
+int use_vectors(int wanted);
 
 } // namespace gradtrace
