@@ -151,6 +151,7 @@ class _Live:
         from gradtrace_recorder.rows import Rows
         from gradtrace_recorder.summaries.summariser import Summariser
         from gradtrace_recorder.timeline import Timeline
+        from gradtrace_recorder.versions import Versions
         from gradtrace_schemas import layout, processes
 
         zero, wall = time.monotonic_ns(), time.time_ns()
@@ -188,8 +189,9 @@ class _Live:
         library = None if native is None else native.library
         summariser = Summariser(journal, settings.summary, strict=settings.strict, library=library)
         self.recording = Recording(
-            settings, problems, journal, timeline, summariser, rows, flight=flight, native=native
-        )
+            settings, problems, journal, timeline, summariser, rows,
+            versions=Versions(library), flight=flight, native=native,
+        )  # fmt: skip
         timeline.at_end.append(self._write_step)
         self._about = {
             "attempt": self.claim.attempt,

@@ -1,5 +1,6 @@
-// The library's face in Python: `Settings`, `Pass` (pass_type.h) and `summary`.
+// The library's face in Python: `Settings`, `Pass` (pass_type.h), `Sightings` (sightings.h) and summaries.
 #include "pass_type.h"
+#include "sightings.h"
 
 namespace gradtrace {
 namespace {
@@ -228,6 +229,7 @@ PyMethodDef functions[] = {
     {"summaries", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(summaries)), METH_FASTCALL,
      "The summaries of a list of tensors."},
     {"scalar", scalar, METH_O, "The value of a plain tensor of one element."},
+    {"calls_run", calls_run, METH_O, "Whether so many calls of modules run on this thread."},
     {"use_vectors", set_vectors, METH_O, "Use no wider vectors: 0 none, 1 AVX2, 2 AVX-512; what is used."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -249,7 +251,8 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit_gradtrace_nat
   pass_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&pass_spec));
   if (!journal_type || !settings_type || !pass_type ||
       PyModule_AddObjectRef(module, "Settings", reinterpret_cast<PyObject*>(settings_type)) < 0 ||
-      PyModule_AddObjectRef(module, "Pass", reinterpret_cast<PyObject*>(pass_type)) < 0) {
+      PyModule_AddObjectRef(module, "Pass", reinterpret_cast<PyObject*>(pass_type)) < 0 ||
+      PyModule_AddObject(module, "Sightings", PyType_FromSpec(&sightings_spec)) < 0) {
     Py_DECREF(module);
     return nullptr;
   }

@@ -227,7 +227,11 @@ GRADTRACE_WIDER_VECTORS bool wider_part(const void* data, int64_t count, Part& p
   part.square = _mm512_reduce_add_pd(square);
   part.sum = _mm512_reduce_add_pd(sum);
   if constexpr (whole) {
-    part.words = static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(even, odd)));
+    alignas(64) uint64_t words[8]; // not `_mm512_reduce_add_epi64`, which adds signed numbers
+    _mm512_store_si512(words, _mm512_add_epi64(even, odd));
+    for (const uint64_t word : words) {
+      part.words += word;
+    }
     alignas(64) float held[kLanes];
     _mm512_store_ps(held, lanes);
     std::copy(held, held + kLanes, part.lanes);
