@@ -17,6 +17,7 @@ from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
 from gradtrace_recorder.observers.native.observer import NativeObserver
 from gradtrace_recorder.observers.python import (
     Culprit,
+    EngineCall,
     PassWatch,
     PythonObserver,
     nodes_numbered,
@@ -148,13 +149,15 @@ class EngineSource:
             opened.watch = self._observer_of(recording).watch(
                 recording,
                 [node for node in nodes if node is not None],
-                backward_index=index,
-                accumulates=accumulates,
-                create_graph=bool(_argument("create_graph", 3, args, kwargs, False)),
-                half=half,
-                follows_half=action is not None and action.follows_half,
-                stage_index=opened.stage_index,
-                gradient_ready=self._ddp.gradient_ready if self._ddp.has_models else None,
+                EngineCall(
+                    backward_index=index,
+                    accumulates=accumulates,
+                    create_graph=bool(_argument("create_graph", 3, args, kwargs, False)),
+                    half=half,
+                    follows_half=action is not None and action.follows_half,
+                    stage_index=opened.stage_index,
+                    gradient_ready=self._ddp.gradient_ready if self._ddp.has_models else None,
+                ),
             )
         open_passes.append(opened)
         thread = threading.get_ident()

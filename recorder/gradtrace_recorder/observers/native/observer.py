@@ -22,7 +22,7 @@ from gradtrace_recorder.observers.native.journal import NativeJournal
 from gradtrace_recorder.observers.node_hooks import NO_SEQUENCE_NUMBER, NodeHooks
 from gradtrace_recorder.observers.python import (
     Culprit,
-    GradientReady,
+    EngineCall,
     PassWatch,
     PythonObserver,
 )
@@ -64,43 +64,19 @@ class NativeObserver(PythonObserver):
         self._waiting: list[Any] = []
         self._of: tuple[Recording, _Shared] | None = None
 
-    def watch(
-        self,
-        recording: Recording,
-        roots: Sequence[Any],
-        *,
-        backward_index: int,
-        accumulates: bool,
-        create_graph: bool,
-        half: str | None,
-        follows_half: bool,
-        stage_index: int | None,
-        gradient_ready: GradientReady | None,
-    ) -> PassWatch:
+    def watch(self, recording: Recording, roots: Sequence[Any], call: EngineCall) -> PassWatch:
         """Watch every Node that can be reached from `roots`: in C++ where that can be."""
         native = recording.native
         assert native is not None
-        reason = self._why_python(recording, create_graph)
+        reason = self._why_python(recording, call)
         if reason is not None:
             native.python_passes[reason] += 1
-            return super().watch(
-                recording,
-                roots,
-                backward_index=backward_index,
-                accumulates=accumulates,
-                create_graph=create_graph,
-                half=half,
-                follows_half=follows_half,
-                stage_index=stage_index,
-                gradient_ready=gradient_ready,
-            )
+            return super().watch(recording, roots, call)
         self.release_waiting()
         if self._of is None or self._of[0] is not recording:
             self._of = (recording, _Shared(recording, native))
-        watch = NativePassWatch(
-            self, self._of[1], recording, self._guard, backward_index, accumulates, half, stage_index, gradient_ready
-        )  # fmt: skip
-        watch.attach(roots, follows_half=follows_half)
+        watch = NativePassWatch(self, self._of[1], recording, self._guard, call)
+        watch.attach(roots)
         return watch
 
     def let_go(self, watched: Any) -> None:
@@ -115,11 +91,11 @@ class NativeObserver(PythonObserver):
         for watched in waiting:
             watched.release()
 
-    def _why_python(self, recording: Recording, create_graph: bool) -> str | None:
+    def _why_python(self, recording: Recording, call: EngineCall) -> str | None:
         """Why this pass is left to Python, None where it is not."""
         if not recording.settings.records("nodes"):
             return "Nodes are not recorded"
-        if create_graph:
+        if call.create_graph:
             return "create_graph"
         if len(self._open) > 1:
             return "inside or beside another pass"
@@ -206,16 +182,10 @@ class NativePassWatch(PassWatch):
         shared: _Shared,
         recording: Recording,
         guard: Guard,
-        backward_index: int,
-        accumulates: bool,
-        half: str | None,
-        stage_index: int | None,
-        gradient_ready: GradientReady | None,
+        call: EngineCall,
     ) -> None:
         self._native: Any = None
-        super().__init__(
-            recording, guard, backward_index, accumulates, half, stage_index, gradient_ready
-        )
+        super().__init__(recording, guard, call)
         self._observer = observer
         self._shared = shared
         self._native = shared.begin(self)
@@ -258,10 +228,10 @@ class NativePassWatch(PassWatch):
                 self.guard.failed(HookFailed(self._native.error))
         return culprit
 
-    def _attach(self, roots: Sequence[Any], follows_half: bool) -> None:
+    def _attach(self, roots: Sequence[Any]) -> None:
         recording, native = self.recording, self._native
         release_waiting()
-        done = self.half_done if follows_half and len(set(roots)) == 1 else None
+        done = self.half_done if self.follows_half and len(set(roots)) == 1 else None
         self.node_count = native.walk(roots, done or None)
         self._stand_ins = recording.names.stand_ins()
         if self.accumulates:  # autograd.grad never runs them
