@@ -60,9 +60,10 @@ bool Journal::append(int kind, int32_t step, char* record) {
   return put_record(kind, step, record);
 }
 
-void Journal::expect_record() const {
-  if (map && written < limit) {
-    const char* at = map + layout.records_offset + (written % places) * layout.record_bytes;
+void Journal::expect_records() const {
+  constexpr int64_t ahead = 3;
+  if (written + ahead < limit) {
+    const char* at = map + layout.records_offset + ((written + ahead) % places) * layout.record_bytes;
     for (int64_t line = 0; line < layout.record_bytes; line += 64) {
       __builtin_prefetch(at + line, 1);
     }
@@ -80,6 +81,7 @@ bool Journal::put_record(int kind, int32_t step, char* record) {
   std::memcpy(map + offset + 8, record + 8, layout.record_bytes - 8);
   store(offset, number);
   ++counts[kind];
+  expect_records();
   if (number == next_half) {
     next_half += half_records;
     half_is_full->set();
@@ -155,7 +157,6 @@ void Journal::push(int64_t thread, const RunningEntry& entry) {
     std::memcpy(map + start + layout.thread_head + depth * sizeof entry, &entry, sizeof entry);
     store(start + 8, depth + 1);
   }
-  expect_record();
 }
 
 void Journal::pop(int64_t thread) {

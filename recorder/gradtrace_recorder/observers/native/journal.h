@@ -88,8 +88,8 @@ class Journal {
   void pop(int64_t thread);
   // What the thread noted last has ended, and this is its record.
   void finish(int64_t thread, int kind, int32_t step, char* record);
-  // The record that comes next will be written soon: its memory has been out of every cache for long.
-  void expect_record() const;
+  // A record that comes soon: its memory has been out of every cache for long.
+  void expect_records() const;
   // The slot of a thread, -1 where there is none left. Under the lock.
   int slot_of(int64_t thread);
   int known_slot(int64_t thread) const;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "summary.h"
+#include "transposed.h"
 
 #include <algorithm>
 #include <cstring>
@@ -52,6 +53,12 @@ void gather_matrix(
         const Word* corner = from + i0 * row_stride + j0 * column_stride;
         Word* into = to + i0 * columns + j0;
         if (high == tile && wide == tile && row_stride == 1) {
+          if (turned_with_vectors(corner, column_stride, held[0], tile)) {
+            for (int64_t i = 0; i < tile; ++i) {
+              std::memcpy(into + i * columns, held[i], sizeof held[i]);
+            }
+            continue;
+          }
           for (int64_t j = 0; j < tile; ++j) {
             std::memcpy(held[j], corner + j * column_stride, sizeof held[j]);
           }

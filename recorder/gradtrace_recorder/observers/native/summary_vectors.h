@@ -2,21 +2,15 @@
 #pragma once
 
 #include "summary_tables.h"
+#include "transposed.h"
 
 #include <atomic>
 #include <limits>
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#define GRADTRACE_AVX2 1
-#include <immintrin.h>
-#endif
 
 namespace gradtrace {
 namespace {
 
 #ifdef GRADTRACE_AVX2
-
-#define GRADTRACE_VECTORS __attribute__((target("avx2,fma,f16c")))
 
 GRADTRACE_VECTORS inline double total(__m256d a) {
   alignas(32) double four[4];
@@ -303,24 +297,6 @@ GRADTRACE_VECTORS uint64_t vector_word_sum(const int32_t* words, int64_t count, 
   }
   return total(even) + total(odd);
 }
-
-// With vectors of 512 bits older processors slow down for whatever else they run: those that came after them are told by
-// an instruction that they had first.
-int best_vectors() {
-  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))) {
-    return 0;
-  }
-  const bool is_wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vbmi2");
-  return is_wide ? 2 : 1;
-}
-
-std::atomic<int> vectors{best_vectors()};
-
-#else
-
-std::atomic<int> vectors{0};
 
 #endif
 
