@@ -306,7 +306,7 @@ def random_graph(seed: int) -> float:
             for _ in range(draw.randint(2, 12)):
                 a, b = draw.choice(made), draw.choice(made)
                 made.append(draw.choice(OPERATIONS)(self.inner, a, b))
-            return torch.stack(made[-3:]).sum()
+            return torch.stack(made[-3:]).sum() + self.weights[0].sum()  # the rest may be detached
 
     model = Tangle()
     loss: torch.Tensor = model(torch.randn(3, 3, requires_grad=draw.random() < 0.5))

@@ -115,16 +115,31 @@ def _build(compiler: str, built: Path) -> None:
         os.replace(whole, built)
 
 
+# Run in a process of its own, with the library's path: hooks of ours between others must change nothing.
+_TRIAL = f"""
+import pathlib, sys, torch
+from {__name__} import _loaded
+
+library = _loaded(pathlib.Path(sys.argv[1]))
+assert library.summary(torch.ones(3), True)[0] > 1.7
+x, w = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
+y, seen = x * w, []
+for _ in range(2):
+    y.grad_fn.register_prehook(lambda gradients: seen.append(gradients[0].sum().item()))
+    y.grad_fn.register_hook(lambda given, got: seen.append((given[0] + given[1] + got[0]).sum().item()))
+    library.move_lists(y.grad_fn)
+y.sum().backward()
+assert (x.grad.tolist(), w.grad.tolist()) == ([2.0] * 3, [1.0] * 3), "gradients"
+assert seen == [3.0, 3.0, 12.0, 12.0], "what hooks see"
+"""
+
+
 def _try(path: Path) -> None:
-    """Load it in a process of its own, so that one that does not load is never found."""
-    code = (
-        f"import torch; from {__name__} import _loaded; import pathlib; "
-        f"assert _loaded(pathlib.Path({str(path)!r})).summary(torch.ones(3), True)[0] > 1.7"
-    )
+    """Try it in a process of its own, so that one that does not load, or disturbs, is never found."""
     package = Path(__file__).resolve().parents[3]
     paths = os.pathsep.join([str(package), *(p for p in sys.path if p)])
     _run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", _TRIAL, str(path)],
         {**os.environ, "PYTHONPATH": paths, "GRADTRACE_DIR": ""},
     )
 

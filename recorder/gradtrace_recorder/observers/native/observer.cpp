@@ -218,6 +218,31 @@ PyObject* scalar(PyObject*, PyObject* object) {
   });
 }
 
+struct MovesIncoming : torch::autograd::FunctionPreHook {
+  variable_list operator()(const variable_list& incoming) override {
+    return handed_back(incoming);
+  }
+};
+
+struct MovesOutgoing : torch::autograd::FunctionPostHook {
+  variable_list operator()(const variable_list& outgoing, const variable_list&) override {
+    return handed_back(outgoing);
+  }
+};
+
+// move_lists(node): hooks that hand back what they get as ours do, and do nothing else. `build.py` tries them.
+PyObject* move_lists(PyObject*, PyObject* object) {
+  return guarded([&]() -> PyObject* {
+    const NodePtr node = pointer_to(object);
+    if (!node) {
+      return PyErr_Format(PyExc_TypeError, "no Node");
+    }
+    node->add_pre_hook(std::make_unique<MovesIncoming>());
+    node->add_post_hook(std::make_unique<MovesOutgoing>());
+    Py_RETURN_NONE;
+  });
+}
+
 PyObject* set_vectors(PyObject*, PyObject* wanted) {
   const long most = PyLong_AsLong(wanted);
   return most == -1 && PyErr_Occurred() ? nullptr : PyLong_FromLong(use_vectors(static_cast<int>(most)));
@@ -230,6 +255,7 @@ PyMethodDef functions[] = {
      "The summaries of a list of tensors."},
     {"scalar", scalar, METH_O, "The value of a plain tensor of one element."},
     {"calls_run", calls_run, METH_O, "Whether so many calls of modules run on this thread."},
+    {"move_lists", move_lists, METH_O, "Hooks that hand back what they get."},
     {"use_vectors", set_vectors, METH_O, "Use no wider vectors: 0 none, 1 AVX2, 2 AVX-512; what is used."},
     {nullptr, nullptr, 0, nullptr}};
 
