@@ -22,8 +22,7 @@ import gradtrace_recorder
 def peers(
     step_of: Callable[..., Callable[[], object]],
     observers: tuple[str, ...],
-    steps: int = 2,
-    rounds: int = 3,
+    rounds: int = 5,
 ) -> None:
     """What others that look at a step cost, with ours in the same run; what each captures differs."""
     from torch.profiler import ExecutionTraceObserver, profile
@@ -64,9 +63,9 @@ def peers(
     ways["ExecutionTraceObserver"] = execution_trace
     ways["DebugMode, tensor hashes"] = hashed
     ways["anomaly mode"] = torch.autograd.detect_anomaly
-    for name, shape in (
-        ("tiny tensors", (2, 32, 4, 32, 4)),
-        ("d=256, 8 x 128", (6, 256, 8, 128, 8)),
+    for name, shape, steps in (
+        ("tiny tensors", (2, 32, 4, 32, 4), 10),
+        ("d=256, 8 x 128", (6, 256, 8, 128, 8), 2),
     ):
         step = step_of(*shape)
         took: dict[str, list[float]] = {}
