@@ -147,10 +147,11 @@ class _Live:
         from gradtrace_recorder.claim import NotOurs, claim_place, living_rival
         from gradtrace_recorder.drain import Drain
         from gradtrace_recorder.flight import Flight
-        from gradtrace_recorder.journal import JournalWriter
+        from gradtrace_recorder.observers.native.choice import chosen_native, journal_of
         from gradtrace_recorder.rows import Rows
         from gradtrace_recorder.summaries.summariser import Summariser
         from gradtrace_recorder.timeline import Timeline
+        from gradtrace_recorder.versions import Versions
         from gradtrace_schemas import layout, processes
 
         zero, wall = time.monotonic_ns(), time.time_ns()
@@ -168,7 +169,9 @@ class _Live:
                 f"process {rival.pid} is recording rank {who.rank} into {run} too, as attempt {rival.attempt}; "
                 f"this one is attempt {self.claim.attempt}, nothing of the two is mixed"
             )
-        journal = JournalWriter(
+        native = chosen_native(settings, problems)
+        journal = journal_of(
+            native,
             layout.journal_file(run, who.rank, self.claim.attempt),
             rank=who.rank,
             attempt=self.claim.attempt,
@@ -183,10 +186,12 @@ class _Live:
             trigger, wake = layout.trigger_file(run), journal.half_is_full.set
             flight = Flight(journal, settings.flight_steps, trigger, wake)
         rows = Rows(journal, timeline, flight)
-        summariser = Summariser(journal, settings.summary, strict=settings.strict)
+        library = None if native is None else native.library
+        summariser = Summariser(journal, settings.summary, strict=settings.strict, library=library)
         self.recording = Recording(
-            settings, problems, journal, timeline, summariser, rows, flight=flight
-        )
+            settings, problems, journal, timeline, summariser, rows,
+            versions=Versions(library), flight=flight, native=native,
+        )  # fmt: skip
         timeline.at_end.append(self._write_step)
         self._about = {
             "attempt": self.claim.attempt,
@@ -244,6 +249,8 @@ class _Live:
                 "overwritten": dict(flight.overwritten),
                 "flight": flight.as_json(),
             }
+        if recording.native is not None:
+            own["observer"] = recording.native.as_json()
         self.claim.write_rank_file(
             {
                 **self._about,

@@ -37,6 +37,7 @@ class Tripwire:
         self._settings = settings
         self._handles: list[RemovableHandle] = []
         self._engine: Any = None
+        self._is_springing = False
         self._lock = threading.RLock()  # several threads may come first at once
 
     def set(self) -> None:
@@ -68,15 +69,18 @@ class Tripwire:
             return self.session or self._sprung()
 
     def _sprung(self) -> Session | None:
-        if self._engine is not None:
-            self._clear()
+        if self._engine is not None and not self._is_springing:
+            self._is_springing = True
             try:
+                # The hooks stay meanwhile: what comes first on other threads waits in them, and is recorded.
                 from gradtrace_recorder.session import Session
 
                 session = Session(self._settings)
+                self._clear()
                 session.arm()
                 self.session = session
             except Exception as error:
+                self._clear()
                 say(
                     f"nothing is recorded: {type(error).__name__}: {error}; the job goes on without"
                 )

@@ -14,16 +14,23 @@ from gradtrace_recorder.summaries.values import FINGERPRINT
 
 def record_parameters_before(recording: Recording, root: int) -> None:
     """The root's parameters and buffers as its first forward of the step finds them."""
-    for name, tensor in recording.names.tensors_of(root):
-        recording.rows.parameter(name, "before", tensor, recording.summariser.of(tensor))
+    _record_parameters(recording, "before", recording.names.tensors_of(root))
 
 
 def record_parameters_after(
     recording: Recording, parameters: Iterable[tuple[ParameterName, torch.Tensor]]
 ) -> None:
     """Parameters as the optimizer left them."""
-    for name, tensor in parameters:
-        recording.rows.parameter(name, "after", tensor, recording.summariser.of(tensor))
+    _record_parameters(recording, "after", parameters)
+
+
+def _record_parameters(
+    recording: Recording, point: str, parameters: Iterable[tuple[ParameterName, torch.Tensor]]
+) -> None:
+    named = list(parameters)
+    summaries = recording.summariser.of_each([tensor for _, tensor in named])
+    for (name, tensor), summary in zip(named, summaries, strict=True):
+        recording.rows.parameter(name, point, tensor, summary)
 
 
 def record_gradients(
@@ -34,13 +41,11 @@ def record_gradients(
     parameters: Iterable[tuple[ParameterName, torch.Tensor]],
 ) -> None:
     """What lies in `.grad` of these parameters now; those without a gradient leave no row."""
-    for name, tensor in parameters:
-        if not tensor.is_leaf:
-            continue
-        gradient = tensor.grad
-        if gradient is not None:
-            summary = recording.summariser.of(gradient)
-            recording.rows.gradient(name, point, backward_index, microbatch, gradient, summary)
+    held = [(name, tensor.grad) for name, tensor in parameters if tensor.is_leaf]
+    named = [(name, gradient) for name, gradient in held if gradient is not None]
+    summaries = recording.summariser.of_each([gradient for _, gradient in named])
+    for (name, gradient), summary in zip(named, summaries, strict=True):
+        recording.rows.gradient(name, point, backward_index, microbatch, gradient, summary)
 
 
 def inside_backward() -> bool:

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrace_recorder.guard import is_of_a_signal_handler
 from gradtrace_recorder.journal import JournalWriter
-from gradtrace_recorder.summaries.torch_ops import TorchSummary
+from gradtrace_recorder.summaries.native import NativeSummary
+from gradtrace_recorder.summaries.torch_ops import Numbers, TorchSummary
 from gradtrace_recorder.summaries.values import Packed, combined, unread
 from gradtrace_schemas.journal import MAX_DIMENSIONS, NULL_BOOL
 from gradtrace_schemas.summary import STATE_FULL, STATE_NORMS
@@ -32,7 +33,10 @@ class Summariser:
     `of` may be called in any hook, on any thread that runs Python.
     """
 
-    def __init__(self, journal: JournalWriter, summary: str, *, strict: bool = False) -> None:
+    def __init__(
+        self, journal: JournalWriter, summary: str, *, strict: bool = False, library: Any = None
+    ) -> None:
+        """`library` is the native one, None where it is not used."""
         self.off = summary == "off"
         self.unsummarised: collections.Counter[str] = collections.Counter()
         self._strict = strict
@@ -40,7 +44,10 @@ class Summariser:
         self._state = STATE_NORMS if self._norms_only else STATE_FULL
         self._journal = journal
         self._dtypes: dict[torch.dtype, int] = {}
-        self._ways = TorchSummary(norms_only=self._norms_only)
+        if library is None:
+            self._ways = TorchSummary(norms_only=self._norms_only)
+        else:
+            self._ways = NativeSummary(library, norms_only=self._norms_only)
         self._remembered: dict[int, tuple[weakref.ref[torch.Tensor], int, Packed]] = {}
 
     def of(self, tensor: torch.Tensor) -> Packed | None:
@@ -65,6 +72,27 @@ class Summariser:
             if self._strict or is_of_a_signal_handler(error):
                 raise
             return self._unread(tensor, f"{tensor.dtype} {tensor.layout}: {type(error).__name__}")
+
+    def of_each(self, tensors: Sequence[torch.Tensor]) -> list[Packed | None]:
+        """The summary of each: what `of` gives, in a few calls for all plain ones."""
+        if self.off:
+            return [None] * len(tensors)
+        made: dict[int, Packed] = {}
+        try:
+            with unseen():
+                plain = {
+                    at: tensor.detach()
+                    for at, tensor in enumerate(tensors)
+                    if _is_plain(tensor) and _unreadable(tensor) is None
+                }
+                numbers = self._ways.each(list(plain.values()))
+                for (at, tensor), found in zip(plain.items(), numbers, strict=True):
+                    made[at] = self._packed(tensor, found)
+        except Exception as error:
+            if self._strict or is_of_a_signal_handler(error):
+                raise
+            made.clear()  # one by one then: of one odd tensor the others have no less
+        return [made[at] if at in made else self.of(one) for at, one in enumerate(tensors)]
 
     def of_gradient(self, gradient: torch.Tensor) -> Packed | None:
         """The same inside a backward pass, where a gradient is often handed on unchanged.
@@ -101,7 +129,9 @@ class Summariser:
         return combined([self.of(tensor) for tensor in tensors]) if tensors else None
 
     def _strided(self, tensor: torch.Tensor) -> Packed:
-        numbers = self._ways.numbers(tensor.detach())
+        return self._packed(tensor, self._ways.numbers(tensor.detach()))
+
+    def _packed(self, tensor: torch.Tensor, numbers: Numbers) -> Packed:
         return (
             tensor.numel(),
             *numbers[:6],
