@@ -284,6 +284,26 @@ class JournalWriter:
         )
         return flat.reshape(count, RECORD_BYTES)
 
+    def amend(
+        self,
+        numbers: npt.NDArray[np.uint64],
+        offsets: npt.NDArray[np.int64],
+        data: npt.NDArray[np.uint8],
+    ) -> None:
+        """Write `data`, of shape (n, bytes), over the records of these numbers, each at its own offset.
+
+        Records that are drained, or that a ring has let go of, stay as they are. Called on the drain thread.
+        """
+        with self.lock:
+            if self._limit < 0:
+                return
+            is_there = numbers > self._drained
+            places = (numbers[is_there].astype(np.int64) - 1) % self._places
+            size = self._places * RECORD_BYTES
+            records = np.frombuffer(self._map, np.uint8, size, self._records_offset)
+            at = places * RECORD_BYTES + offsets[is_there]
+            records[at[:, None] + np.arange(data.shape[1])] = data[is_there]
+
     def mark_drained(self, last: int) -> None:
         """All records up to `last` lie in parts: their half is free again, of a ring each place."""
         self._store("drained", last)

@@ -20,8 +20,9 @@ from gradtrace_recorder.observers.replay import NOT_REPLAYED, NodeReplay, Verdic
 from gradtrace_recorder.rows import NODE_EVENTS
 from gradtrace_recorder.summaries.handed_on import Gradients, handed_on, memory_address
 from gradtrace_recorder.summaries.summariser import Summariser, shape_fields, unasked
-from gradtrace_recorder.summaries.values import FINGERPRINT, NOTHING, Packed, as_bytes, combined
+from gradtrace_recorder.summaries.values import FINGERPRINT, NOTHING, STATE, Packed, as_bytes
 from gradtrace_schemas.journal import KINDS, NULL_BOOL, NULL_INT32, NULL_INT64, NULL_STRING
+from gradtrace_schemas.summary import STATE_PENDING
 
 if TYPE_CHECKING:
     from gradtrace_recorder.observers.python import PassWatch
@@ -272,10 +273,11 @@ class NodeHooks:
             None if g is None else handed_on(summariser, g, grad_outputs, incoming)
             for g in grad_inputs
         ]
-        grad_output, grad_input = combined(incoming), combined(outgoing)
+        grad_output, grad_input = summariser.combined(incoming), summariser.combined(outgoing)
         mutated = NULL_BOOL
         if self.mutable_before is not None:
-            mutated = int(self.mutable_before[FINGERPRINT] != grad_output[FINGERPRINT])
+            if STATE_PENDING not in (self.mutable_before[STATE], grad_output[STATE]):
+                mutated = int(self.mutable_before[FINGERPRINT] != grad_output[FINGERPRINT])
             self.mutable_before = None
         replayed = self._run_again(grad_inputs, grad_outputs, mutated)
         self.write(end, self.watch.ok, came, went, grad_output, grad_input, mutated, replayed)
@@ -321,7 +323,9 @@ def _present(gradients: Gradients) -> int:
 def _all_of(summariser: Summariser, gradients: Gradients) -> Packed | None:
     if summariser.off:
         return None
-    return combined([None if g is None else summariser.of_gradient(g) for g in gradients])
+    return summariser.combined(
+        [None if g is None else summariser.of_gradient(g) for g in gradients]
+    )
 
 
 never_compiled(NodeHooks)

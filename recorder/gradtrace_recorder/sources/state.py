@@ -9,21 +9,29 @@ import torch
 from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.recording import Recording
 from gradtrace_recorder.summaries.summariser import unseen
-from gradtrace_recorder.summaries.values import FINGERPRINT
+from gradtrace_recorder.summaries.values import FINGERPRINT, STATE
+from gradtrace_schemas.summary import STATE_PENDING
 
 
 def record_parameters_before(recording: Recording, root: int) -> None:
     """The root's parameters and buffers as its first forward of the step finds them."""
-    for name, tensor in recording.names.tensors_of(root):
-        recording.rows.parameter(name, "before", tensor, recording.summariser.of(tensor))
+    _record_parameters(recording, "before", recording.names.tensors_of(root))
 
 
 def record_parameters_after(
     recording: Recording, parameters: Iterable[tuple[ParameterName, torch.Tensor]]
 ) -> None:
     """Parameters as the optimizer left them."""
-    for name, tensor in parameters:
-        recording.rows.parameter(name, "after", tensor, recording.summariser.of(tensor))
+    _record_parameters(recording, "after", parameters)
+
+
+def _record_parameters(
+    recording: Recording, point: str, parameters: Iterable[tuple[ParameterName, torch.Tensor]]
+) -> None:
+    chosen = list(parameters)
+    summaries = recording.summariser.of_each([tensor for _, tensor in chosen])
+    for (name, tensor), summary in zip(chosen, summaries, strict=True):
+        recording.rows.parameter(name, point, tensor, summary)
 
 
 def record_gradients(
@@ -34,13 +42,11 @@ def record_gradients(
     parameters: Iterable[tuple[ParameterName, torch.Tensor]],
 ) -> None:
     """What lies in `.grad` of these parameters now; those without a gradient leave no row."""
-    for name, tensor in parameters:
-        if not tensor.is_leaf:
-            continue
-        gradient = tensor.grad
-        if gradient is not None:
-            summary = recording.summariser.of(gradient)
-            recording.rows.gradient(name, point, backward_index, microbatch, gradient, summary)
+    found = [(name, tensor.grad) for name, tensor in parameters if tensor.is_leaf]
+    chosen = [(name, gradient) for name, gradient in found if gradient is not None]
+    summaries = recording.summariser.of_each([gradient for _, gradient in chosen])
+    for (name, gradient), summary in zip(chosen, summaries, strict=True):
+        recording.rows.gradient(name, point, backward_index, microbatch, gradient, summary)
 
 
 def inside_backward() -> bool:
@@ -53,4 +59,6 @@ def rng_fingerprint(recording: Recording) -> int | None:
     with unseen():
         state = torch.get_rng_state()
     summary = recording.summariser.of(state)
-    return None if summary is None else int(summary[FINGERPRINT])
+    if summary is None or summary[STATE] == STATE_PENDING:
+        return None
+    return int(summary[FINGERPRINT])
