@@ -85,6 +85,7 @@ class Names:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._tensors: dict[int, _Place] = {}
         self.is_settled = False
+        self.device: str | None = None  # type of the first root's device, None for the CPU
         # Torch's own records of sharded parameters (FSDP2), which know the tensor that stands in for each.
         self.sharded: list[weakref.ref[Any]] = []
 
@@ -126,6 +127,10 @@ class Names:
             held = {id(part) for part, _ in walk(module)}
             parts = {index for index, root in self.roots() if id(root) in held}
         self._roots.append(weakref.ref(module))
+        if len(self._roots) == 1:
+            first = next(iter(module.parameters()), None)
+            if first is not None and first.device.type != "cpu":
+                self.device = first.device.type
         if len(self._roots) % _ROOTS_BETWEEN_CLEARINGS == 0:
             self._forget_the_dead()
         self._scan(module, len(self._roots) - 1, parts)

@@ -242,9 +242,7 @@ class _Live:
         whole = self._drain.finish(timeout)
         if not whole:
             recording.journal.close(remove=False)
-        for reason, count in (
-            recording.device_times.missed.items() if recording.device_times else ()
-        ):
+        for reason, count in recording.device_times.missed.items():
             recording.problems.add(f"{count} times on the device are missing: {reason}")
         # The journal goes last: a rank that is killed in between has said that it is complete.
         self._write_rank_file(complete=whole)
@@ -273,6 +271,7 @@ class _Live:
             {
                 **self._about,
                 "complete": complete,
+                "device": recording.names.device,
                 "last_step": recording.timeline.step,
                 "recorded": recording.journal.recorded,
                 "dropped": dict(recording.journal.dropped),

@@ -12,7 +12,7 @@ from gradtrace_schemas.table import Table
 # 3  failures say what came into the Node, which call made it, and who changed a tensor that it had saved; node_events
 #    by how much a Node that was run again differs; ranks what was not run again, in which steps rows were dropped, and
 #    which rows a flight recording let go of.
-# 4  stage_events are recorded: which occurrence, with what error.
+# 4  stage_events are recorded: which occurrence, with what error. node_events and buckets have a time on the device.
 SCHEMA_VERSION = 4
 
 # The order is that of a step; the position of a table is the kind of its journal records, so append only.

@@ -10,7 +10,7 @@ import collections
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ class Event(Protocol):
     def query(self) -> bool:
         """Whether the device has come to it. Does not wait."""
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: Any) -> float:
         """Milliseconds from this one to a later one of the same device, both over."""
 
 
@@ -48,6 +48,21 @@ class Places(Protocol):
 
     def begin_reading(self) -> bool:
         """Called first on the thread that asks events: whether it may."""
+
+
+class Nowhere:
+    """There is no device."""
+
+    def place(self) -> None:
+        """None."""
+
+    def event(self, place: Hashable) -> Event:
+        """Never called."""
+        raise NotImplementedError
+
+    def begin_reading(self) -> bool:
+        """There is nothing to read."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -78,8 +93,12 @@ class DeviceTimes:
         self._may_read: bool | None = None
 
     def begin(self) -> Moment | None:
-        """Record the beginning; None where there is nothing to record."""
-        return None if self._is_over else self._record()
+        """Record the beginning of a pass, an action or a bucket; None where there is nothing to record."""
+        return self._record() if self.of_stages and not self._is_over else None
+
+    def begin_node(self) -> Moment | None:
+        """The same of a Node."""
+        return self._record() if self.of_nodes and not self._is_over else None
 
     def end(self, begun: Moment | None) -> int:
         """Record the end of what has begun: what stands in `device_ns` until the drain thread knows."""
