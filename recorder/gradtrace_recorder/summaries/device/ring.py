@@ -24,6 +24,10 @@ from gradtrace_schemas.table import SKETCH_LANES
 
 RING_ROWS = 32_768
 
+# Of all recordings of a process: a device may yet write a row that an earlier one has asked for.
+_last_ticket = 0
+_lock = threading.RLock()  # reentrant: a signal handler of the job may come in between
+
 Part = tuple[int, int]  # position among the tensors that are combined, ticket
 
 
@@ -35,15 +39,13 @@ class Ring:
         self.size = len(memory)
         self._memory = memory
         self._wake = wake
-        self._lock = threading.RLock()  # a signal handler of the job may come in between
-        self._next = 1
         self._combinations: dict[int, tuple[Part, ...]] = {}
 
     def ticket(self) -> int:
         """The next ticket."""
-        with self._lock:
-            ticket = self._next
-            self._next = ticket + 1
+        global _last_ticket
+        with _lock:
+            _last_ticket = ticket = _last_ticket + 1
         if ticket % (self.size // 4) == 0:
             self._wake()
         return ticket
@@ -56,7 +58,7 @@ class Ring:
 
     def combination(self, parts: Sequence[Part]) -> int:
         """A ticket for the combination of several, which `combined` of the summaries defines."""
-        with self._lock:
+        with _lock:
             ticket = self.ticket()
             self._combinations[ticket] = tuple(parts)
             if len(self._combinations) > self.size:
@@ -80,13 +82,13 @@ class Ring:
         is_there = layout.arrived(found, tickets)
         is_torn = is_there & (found[:, layout.TORN] != 0)
         # Asked last: a row that was written over while it was read is past.
-        with self._lock:
-            is_past = tickets <= self._next - 1 - self.size
+        with _lock:
+            is_past = tickets <= _last_ticket - self.size
         return found, is_there & ~is_torn, (is_past & ~is_there) | is_torn
 
     def _combine(self) -> None:
         """Fill the rows of combinations of which all parts are there."""
-        with self._lock:
+        with _lock:
             waiting = list(self._combinations.items())
         while waiting:
             which = np.repeat(np.arange(len(waiting)), [len(parts) for _, parts in waiting])
@@ -104,13 +106,13 @@ class Ring:
                     row = made[index]
                     row[layout.TICKET] = ticket
                     row[layout.CHECK] = layout.checks(row[None])[0]
-                    with self._lock:
-                        if ticket > self._next - 1 - self.size:  # its row is still its own
+                    with _lock:
+                        if ticket > _last_ticket - self.size:  # its row is still its own
                             self._memory[ticket % self.size] = row
                 elif not lost[index]:
                     still.append((ticket, parts))
                 if not missing[index] or lost[index]:
-                    with self._lock:
+                    with _lock:
                         self._combinations.pop(ticket, None)
             if len(still) == len(waiting):
                 return

@@ -58,7 +58,7 @@ KINDS = {
 }
 
 # Triton 3.9 warns where the second is left to it, in a job that may take warnings for errors.
-_OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 
 # (dtype, strided, listed): each is a kernel of its own.
 Variant = tuple[torch.dtype, bool, bool]
@@ -136,7 +136,7 @@ class TritonRows:
             tensor, tensor.numel(), n1, n2, n3, *strides, self._rows, ticket % self._slots, ticket,
             workspace.partials, _WORKSPACE_PROGRAMS, workspace.counters,
             self._weights, self._places, self._constants,
-            EXPONENT=kind.exponent, MANTISSA=kind.mantissa, STRIDED=sizes is not None, **_OPTIONS,
+            EXPONENT=kind.exponent, MANTISSA=kind.mantissa, STRIDED=sizes is not None, **OPTIONS,
         )  # fmt: skip
 
     def launch_many(self, tensors: Sequence[torch.Tensor], tickets: Sequence[int]) -> int:
@@ -170,7 +170,7 @@ class TritonRows:
         kernel.summarise_many[(total,)](
             chosen.device, chosen.device[owners:], self._rows, workspace.partials, _WORKSPACE_PROGRAMS,
             workspace.counters, self._weights, self._places, self._constants,
-            DTYPE=kind.dtype, EXPONENT=kind.exponent, MANTISSA=kind.mantissa, **_OPTIONS,
+            DTYPE=kind.dtype, EXPONENT=kind.exponent, MANTISSA=kind.mantissa, **OPTIONS,
         )  # fmt: skip
         return count
 

@@ -1,0 +1,51 @@
+"""Compiles the kernels to machine code for two generations of devices; needs Triton, and no device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gradtrace_recorder.summaries.device import kernel
+from gradtrace_recorder.summaries.device.triton_rows import KINDS, OPTIONS
+
+TAIL = {
+    "partials": "*i64", "length": "i64", "counters": "*i32", "weights": "*i32", "places": "*i32",
+    "constants": "*i64",
+}  # fmt: skip
+NAMES = {tl.float16: "fp16", tl.bfloat16: "bf16", tl.float32: "fp32", tl.float64: "fp64"}
+
+
+def source(kind: Any, form: str) -> ASTSource:
+    """A kernel with the types that a launch gives it."""
+    constants: dict[str, Any] = {"EXPONENT": kind.exponent, "MANTISSA": kind.mantissa}
+    if form == "many":
+        signature = {"table": "*i64", "owners": "*i64", "rows": "*i64", **TAIL}
+        constants["DTYPE"] = kind.dtype
+        function = kernel.summarise_many
+    else:
+        integers = {n: "i64" for n in ("numel", "n1", "n2", "n3", "s0", "s1", "s2", "s3")}
+        values = {"values": "*" + NAMES[kind.dtype]}
+        signature = {**values, **integers, "rows": "*i64", "slot": "i64", "ticket": "i64", **TAIL}
+        constants["STRIDED"] = form == "strided"
+        function = kernel.summarise_one
+    return ASTSource(function, {**signature, **dict.fromkeys(constants, "constexpr")}, constants)
+
+
+def main() -> None:
+    """A line for each."""
+    kinds = list(KINDS.values())
+    chosen = [(80, kinds[0], "one"), (80, kinds[2], "many"), (80, kinds[3], "strided")]
+    chosen += [(90, kinds[1], "one"), (90, kinds[1], "many"), (90, kinds[2], "strided")]
+    for generation, kind, form in chosen:
+        target = GPUTarget("cuda", generation, 32)
+        made = triton.compile(source(kind, form), target=target, options=OPTIONS)
+        atomics = [line.split()[1] for line in made.asm["ptx"].splitlines() if "atom." in line]
+        print(generation, kind.dtype, form, atomics, len(made.asm["cubin"]), "bytes")
+
+
+if __name__ == "__main__":
+    main()
