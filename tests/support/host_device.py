@@ -125,6 +125,7 @@ class HostBackend:
     def __init__(self) -> None:
         self.stream = HostStream()
         self.is_captured = False
+        self.events = 0
         self.launchers: list[HostLauncher] = []
 
     def is_in_use(self) -> bool:
@@ -156,6 +157,7 @@ class HostBackend:
 
     def event(self) -> HostEvent:
         """An event of its stream."""
+        self.events += 1
         return HostEvent(self.stream)
 
     def begin_reading(self) -> bool:
@@ -164,9 +166,9 @@ class HostBackend:
 
 
 @contextlib.contextmanager
-def host_device() -> Iterator[HostBackend]:
+def host_device(kind: type[HostBackend] = HostBackend) -> Iterator[HostBackend]:
     """Tensors of the CPU are on such a device meanwhile. No operation of its work is left running afterwards."""
-    backend = HostBackend()
+    backend = kind()
     assert "cpu" not in BACKENDS
     BACKENDS["cpu"] = backend
     try:
