@@ -184,6 +184,18 @@ def test_times_come_in_place_and_are_null_until_then(bench: Bench) -> None:
     assert contents.of(TABLES["stage_events"])["device_ns"][2] == NULL_INT64
 
 
+def test_a_time_that_is_known_before_its_record_is_written_is_kept(bench: Bench) -> None:
+    code = bench.times.end(bench.times.begin())
+    bench.backend.stream.wait()
+    bench.ask()
+    bench.joiner.join()
+    bench.ask(device_ns=code)
+    bench.ask(device_ns=code + 1)  # no such span
+    bench.joiner.join()
+    found = [row["device_ns"] for row in bench.rows()]
+    assert found[0] is None and found[1] is not None and found[2] is None
+
+
 def test_records_of_both_halves_are_found_while_they_are_drained(bench: Bench) -> None:
     """Three times round the journal: each record gets what its own ticket was given."""
     journal = bench.journal

@@ -11,10 +11,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from gradtrace_recorder.summaries.device.backends import BACKENDS
+from gradtrace_recorder.summaries.device.launching import Launches
 from gradtrace_recorder.summaries.device.rows import WORDS
 from gradtrace_recorder.summaries.device.torch_rows import TorchRows
 
@@ -163,6 +165,46 @@ class HostBackend:
     def begin_reading(self) -> bool:
         """Anybody may."""
         return True
+
+
+class HostSurroundings:
+    """Launches on the host itself, one at a time: Triton's interpreter changes its language while it runs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """One at a time."""
+        return self._lock
+
+    def apart(self) -> contextlib.AbstractContextManager[Any]:
+        """The same."""
+        return self._lock
+
+    def wait(self) -> None:
+        """All is done when it returns."""
+
+    def stream(self) -> int:
+        """There is one."""
+        return 0
+
+    def interprets(self) -> bool:
+        """It is what the host can do."""
+        return True
+
+
+class InlineBackend(HostBackend):
+    """A device that is the host: launches of the recorder's own, done when they return."""
+
+    def open(
+        self,
+        device: torch.device,
+        rows: torch.Tensor,
+        have_arrived: Callable[[Sequence[int]], bool],
+        say: Callable[[str], None],
+    ) -> Any:
+        """Kernels by Triton's interpreter where Triton is there, torch's operations until then."""
+        return Launches(device, HostSurroundings(), rows).begin(have_arrived, say)
 
 
 @contextlib.contextmanager

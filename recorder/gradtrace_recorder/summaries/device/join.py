@@ -36,6 +36,7 @@ from gradtrace_schemas.summary import STATE_FULL, STATE_NORMS, STATE_PENDING, ST
 
 LOST = "lost on the device"
 _PAUSE_SECONDS = 0.002
+_MOST_KNOWN = 65_536
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Joiner:
         self._seen = 0
         self._summaries = _nothing()
         self._spans = _nothing()
+        self._known: dict[int, int] = {}  # times of spans whose record has yet to be seen
 
     def join(self) -> None:
         """Fill what has come so far."""
@@ -168,21 +170,19 @@ class Joiner:
 
     def _fill_times(self) -> None:
         codes, times = self._times.read()
+        known = self._known
+        known.update(zip(codes.tolist(), times.tolist(), strict=True))
         waiting = self._spans
         if not len(waiting):
             return
-        order = np.argsort(codes)
-        codes, times = codes[order], times[order]
-        place = np.searchsorted(codes, waiting.tickets)
-        place[place == len(codes)] = 0
-        is_there = codes[place] == waiting.tickets if len(codes) else np.zeros(len(waiting), bool)
-        self._put_times(waiting.of(is_there), times[place[is_there]])
-        gone = ~is_there & ~np.fromiter(
-            map(self._times.is_waiting, waiting.tickets.tolist()), bool, len(waiting)
-        )
-        self._put_times(waiting.of(gone), np.full(int(gone.sum()), NULL_INT64))
-        kept = ~is_there & ~gone & (waiting.numbers > self._journal.drained)
-        self._spans = waiting.of(kept)
+        asked = waiting.tickets.tolist()
+        none_comes = [c not in known and not self._times.is_waiting(c) for c in asked]
+        settled = np.array([c in known for c in asked]) | np.array(none_comes)
+        found = [known.pop(c, NULL_INT64) for c in waiting.tickets[settled].tolist()]
+        self._put_times(waiting.of(settled), np.array(found, np.int64))
+        self._spans = waiting.of(~settled & (waiting.numbers > self._journal.drained))
+        while len(known) > _MOST_KNOWN:
+            del known[next(iter(known))]
 
     def _put_times(self, waiting: _Waiting, times: npt.NDArray[np.int64]) -> None:
         if len(waiting):

@@ -68,7 +68,7 @@ class Launches:
         """Itself, for a recording that begins. `say` is told once where Triton's kernel cannot be used."""
         self._have_arrived = have_arrived
         self._say = say
-        self.readiness = Readiness(self._prepare, self._without_triton)
+        self.readiness = Readiness(self._prepare, self._without_triton, self.readiness.ready)
         return self
 
     def launch(self, tensor: torch.Tensor, ticket: int) -> None:

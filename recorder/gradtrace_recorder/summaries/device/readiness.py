@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 
 class Readiness:
     """Prepares what is asked for, one after the other, on a thread that starts with the first."""
 
     def __init__(
-        self, prepare: Callable[[Hashable], None], failed: Callable[[Exception], None]
+        self,
+        prepare: Callable[[Hashable], None],
+        failed: Callable[[Exception], None],
+        ready: Iterable[Hashable] = (),
     ) -> None:
-        """`failed` is called once, with the first exception of `prepare`; nothing is prepared after it."""
+        """`failed` is called once, with the first exception of `prepare`; nothing is prepared after it. `ready` is
+        what needs no preparation."""
         self._prepare = prepare
         self._failed = failed
-        self._ready: set[Hashable] = set()
+        self.ready: set[Hashable] = set(ready)
         self._asked: set[Hashable] = set()
         self._queue: queue.SimpleQueue[Hashable] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -28,7 +32,7 @@ class Readiness:
 
     def is_ready(self, what: Hashable) -> bool:
         """Whether it can be used now. If not, it is prepared; nothing waits for that."""
-        if what in self._ready:
+        if what in self.ready:
             return True
         if what not in self._asked and not self.is_over:
             with self._lock:
@@ -50,16 +54,16 @@ class Readiness:
                 self._prepare(what)
             except Exception as error:
                 self.is_over = True
-                self._ready.clear()
+                self.ready.clear()
                 self._failed(error)
                 return
-            self._ready.add(what)
+            self.ready.add(what)
 
     def give_up(self, error: Exception) -> None:
         """What was ready has failed in use."""
         if not self.is_over:
             self.is_over = True
-            self._ready.clear()
+            self.ready.clear()
             self._failed(error)
 
     def stop(self, timeout: float = 10.0) -> None:
