@@ -115,7 +115,8 @@ def test_torch_rows_know_every_dtype_of_the_cpu(dtype: torch.dtype) -> None:
     rows = Rows()
     launcher = TorchRows(rows.memory, CPU)
     whole = (torch.randn(130, 80, generator=torch.Generator().manual_seed(1)) * 9).to(dtype)
-    for tensor in (whole, whole.t(), whole[:, :7], whole.conj() if dtype.is_complex else whole):
+    odd = (whole.conj(), whole.conj().imag) if dtype.is_complex else ()
+    for tensor in (whole, whole.t(), whole[:, :7], *odd):
         ticket = rows.next()
         launcher.launch(tensor, ticket)
         assert rows.of(ticket)["fingerprint"] == FULL.numbers(tensor)[5]
@@ -196,6 +197,16 @@ def test_many_tensors_in_one_launch_leave_a_row_each(triton_rows: Any) -> None:
             for ticket, tensor in zip(tickets, some, strict=True):
                 rows.check(ticket, tensor)
         some = some[:3] if turn == 0 else some
+
+
+@NEEDS_TRITON
+def test_what_the_kernel_does_not_read_it_leaves_to_torch(triton_rows: Any) -> None:
+    """Among others views whose signs are only marked: their bits are not those of their values."""
+    launcher = launcher_of(triton_rows, Rows())
+    marked = torch.randn(4, dtype=torch.complex64).conj().imag
+    five = torch.zeros(4, 4, 4, 4, 4)[::2, ::2, ::2, ::2, ::2]
+    for tensor in (marked, five, torch.arange(4), torch.zeros(4, dtype=torch.float8_e4m3fn)):
+        assert launcher.variant(tensor) is None
 
 
 @NEEDS_TRITON

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrace_recorder.guard import is_of_a_signal_handler
 from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.summaries.device.backends import BACKENDS
 from gradtrace_recorder.summaries.device.devices import Devices, NotNow
 from gradtrace_recorder.summaries.torch_ops import TorchSummary
-from gradtrace_recorder.summaries.values import STATE, Packed, combined, unread
+from gradtrace_recorder.summaries.values import NO_LANES, STATE, Packed, combined, unread
 from gradtrace_schemas.journal import MAX_DIMENSIONS, NULL_BOOL
 from gradtrace_schemas.summary import STATE_FULL, STATE_NORMS, STATE_PENDING, STATE_SHAPE
 
@@ -116,7 +117,7 @@ class Summariser:
         """The summary of each of many, together where they lie on a device: in few launches."""
         found: list[Packed | None] = [None] * len(tensors)
         together: dict[torch.device, list[int]] = {}
-        if self._devices is not None and not self.off:
+        if self._devices is not None and not self.off and self._devices.is_asked(tensors):
             for place, tensor in enumerate(tensors):
                 if (
                     self._devices.has(tensor.device)
@@ -159,10 +160,13 @@ class Summariser:
             return [None] * len(tensors)  # one by one, each with its own reason
 
     def _strided(self, tensor: torch.Tensor) -> Packed:
-        if self._devices is not None and self._devices.has(tensor.device) and tensor.numel():
+        if not tensor.is_cpu or "cpu" in BACKENDS:
+            if not tensor.numel():
+                zeros: Packed = (0, 0.0, 0.0, 0.0, 0, 0, 0, *NO_LANES)
+                return (*zeros, self._dtype(tensor.dtype), self._state)
+            if self._devices is None or not self._devices.has(tensor.device):
+                raise NotNow(f"on {tensor.device.type}")
             return self._devices.summary(tensor.detach(), self._dtype(tensor.dtype))
-        if tensor.device.type != "cpu" and tensor.numel():
-            raise NotNow(f"on {tensor.device.type}")
         numbers = self._ways.numbers(tensor.detach())
         return (
             tensor.numel(),

@@ -38,9 +38,15 @@ class Devices:
         """Whether tensors there are summarised by the device itself."""
         return device.type in BACKENDS
 
+    def is_asked(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether any of these may be on a device: told at once of a job on the CPU."""
+        return "cpu" in BACKENDS or not all(tensor.is_cpu for tensor in tensors)
+
     def summary(self, tensor: torch.Tensor, dtype: int) -> Packed:
         """A plain, detached tensor's summary, yet to come. Raises NotNow."""
         launcher, ring = self._launcher(tensor.device)
+        if not tensor.data_ptr():
+            raise NotNow("without memory")
         ticket = ring.ticket()
         launcher.launch(tensor, ticket)
         return pending(tensor.numel(), ticket, dtype)

@@ -1,6 +1,6 @@
 """The same rows by torch operations on the device: for dtypes that no kernel reads, and where there is no Triton.
 
-About thirty small launches a block of a million elements, and no wait: every number stays on the device, and the row
+About thirty small launches a block of 262,144 elements, and no wait: every number stays on the device, and the row
 is copied behind them. No temporary is larger than a block of 64-bit numbers.
 """
 
@@ -25,9 +25,9 @@ from gradtrace_schemas.summary import (
 )
 from gradtrace_schemas.table import SKETCH_LANES
 
-_BLOCK_CHUNKS = 256
+_BLOCK_CHUNKS = 64
 # A larger tensor would be thousands of launches: it is left out, and said so.
-MOST_BLOCKS = 128
+MOST_BLOCKS = 256
 
 _WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 

@@ -120,7 +120,7 @@ class TritonRows:
 
     def variant(self, tensor: torch.Tensor) -> Variant | None:
         """Which kernel the tensor needs; None where none reads it."""
-        if tensor.dtype not in KINDS:
+        if tensor.dtype not in KINDS or tensor.is_neg():  # a view whose signs are only marked
             return None
         if tensor.is_contiguous():
             return tensor.dtype, False, False
