@@ -127,13 +127,13 @@ class Names:
             held = {id(part) for part, _ in walk(module)}
             parts = {index for index, root in self.roots() if id(root) in held}
         self._roots.append(weakref.ref(module))
-        if len(self._roots) == 1:
-            first = next(iter(module.parameters()), None)
-            if first is not None and first.device.type != "cpu":
-                self.device = first.device.type
         if len(self._roots) % _ROOTS_BETWEEN_CLEARINGS == 0:
             self._forget_the_dead()
         self._scan(module, len(self._roots) - 1, parts)
+        if len(self._roots) == 1:
+            for _, tensor in self.tensors_of(0):
+                self.device = tensor.device.type if tensor.device.type != "cpu" else None
+                break
         name = self.module(module)
         assert name is not None
         return name
