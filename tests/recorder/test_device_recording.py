@@ -147,6 +147,16 @@ def test_a_device_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     )
 
 
+def test_a_device_that_was_opened_in_inference_mode_serves_training_too(tmp_path: Path) -> None:
+    with host_device(), recording(tmp_path / "run"):
+        net = nn.Linear(3, 2)
+        with torch.inference_mode():
+            net(torch.ones(1, 3))
+        net(torch.ones(1, 3)).sum().backward()
+    query = "SELECT count(*), count(input_fingerprint), count(output_fingerprint) FROM module_calls"
+    assert rows(tmp_path / "run", query) == [(2, 2, 2)]
+
+
 class Failing(HostLauncher):
     """Its kernel cannot be launched."""
 

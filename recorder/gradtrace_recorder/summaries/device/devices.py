@@ -111,7 +111,9 @@ class Devices:
             if device in self._refused:
                 raise NotNow(f"on {device.type}")
             try:
-                return self._open(device)
+                # What is written to later must be no tensor of an inference mode, in which the job may be just now.
+                with torch.inference_mode(False):
+                    return self._open(device)
             except Exception as error:
                 self._refused.add(device)
                 self._say(

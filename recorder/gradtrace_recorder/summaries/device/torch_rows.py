@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from gradtrace_recorder.summaries.device.rows import CHECK, WORDS, factors
@@ -44,13 +45,13 @@ class TorchRows:
         self._slots = rows.shape[0]
         self._sent = sent = Sent(device)
         self._weights = sent.table(weights())
-        place = lanes() + (torch.arange(CHUNK) // SKETCH_LANES * SKETCH_LANES).numpy()
-        order = torch.empty(CHUNK, dtype=torch.int64)
-        order[torch.from_numpy(place)] = torch.arange(CHUNK)
-        self._order = sent.table(order.numpy())
-        self._signs = sent.table(signs()[order.numpy()])
+        every = np.arange(CHUNK)
+        order = np.empty(CHUNK, np.int64)
+        order[every // SKETCH_LANES * SKETCH_LANES + lanes()] = every
+        self._order = sent.table(order)
+        self._signs = sent.table(signs()[order])
         self._factors = sent.table(factors())
-        self._lanes = torch.arange(SKETCH_LANES, device=device)
+        self._lanes = sent.table(np.arange(SKETCH_LANES))
 
     def launch(self, tensor: torch.Tensor, ticket: int) -> None:
         """The summary of a detached strided tensor of any real or complex dtype, into the row of that ticket.

@@ -7,7 +7,7 @@ launched, which takes a second or two: `readiness` sees to it that neither happe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -64,12 +64,6 @@ OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 Variant = tuple[torch.dtype, bool, bool]
 
 
-@dataclass(frozen=True)
-class _Workspace:
-    partials: torch.Tensor
-    counters: torch.Tensor
-
-
 @dataclass
 class _List:
     """Where the host writes what a launch of many is told, and where the device reads it."""
@@ -78,6 +72,16 @@ class _List:
     numbers: Any
     device: torch.Tensor
     tickets: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class _Workspace:
+    """Memory that was allocated on a stream, and is used on it alone: on another one it might still be read by what
+    the job gave that stream before it let go of the same memory."""
+
+    partials: torch.Tensor
+    counters: torch.Tensor
+    lists: list[_List] = field(default_factory=list)
 
 
 class TritonRows:
@@ -102,8 +106,6 @@ class TritonRows:
         self._sent = sent = Sent(device)
         self._weights, self._places, self._constants = (sent.table(table) for table in _tables())
         self._workspaces: dict[int, _Workspace] = {}
-        self._lists: list[_List] = []
-        self._next_list = 0
 
     @property
     def most_listed(self) -> int:
@@ -145,7 +147,8 @@ class TritonRows:
         0 where all lists are still in use on the device. Tensors must outlive the call alone: what runs later on
         this stream cannot overtake it.
         """
-        chosen = self._free_list()
+        workspace = self._workspace()
+        chosen = self._free_list(workspace)
         if chosen is None:
             return 0
         numels = [tensor.numel() for tensor in tensors[:_MOST_LISTED]]
@@ -166,7 +169,6 @@ class TritonRows:
         chosen.device[:used].copy_(chosen.host[:used], non_blocking=True)
         chosen.tickets = list(tickets[:count])
         kind = KINDS[tensors[0].dtype]
-        workspace = self._workspace()
         kernel.summarise_many[(total,)](
             chosen.device, chosen.device[owners:], self._rows, workspace.partials, _WORKSPACE_PROGRAMS,
             workspace.counters, self._weights, self._places, self._constants,
@@ -176,32 +178,35 @@ class TritonRows:
 
     def _workspace(self) -> _Workspace:
         stream = self._stream()
-        found = self._workspaces.get(stream)
-        if found is None:
-            if len(self._workspaces) >= MOST_STREAMS:
-                raise NoWorkspace(f"summaries were asked for on more than {MOST_STREAMS} streams")
-            shape = _WORKSPACE_WORDS * _WORKSPACE_PROGRAMS
-            self._sent.wait()
-            # Zeroed on this very stream: what comes after on it finds the counters at 0.
-            found = self._workspaces[stream] = _Workspace(
-                torch.empty(shape, dtype=torch.int64, device=self._device),
-                torch.zeros(_MOST_LISTED, dtype=torch.int32, device=self._device),
-            )
+        return self._workspaces.get(stream) or self._new_workspace(stream)
+
+    @torch.inference_mode(False)  # what is written to later must be no tensor of an inference mode
+    def _new_workspace(self, stream: int) -> _Workspace:
+        if len(self._workspaces) >= MOST_STREAMS:
+            raise NoWorkspace(f"summaries were asked for on more than {MOST_STREAMS} streams")
+        shape = _WORKSPACE_WORDS * _WORKSPACE_PROGRAMS
+        self._sent.wait()
+        found = self._workspaces[stream] = _Workspace(
+            torch.empty(shape, dtype=torch.int64, device=self._device),
+            torch.zeros(_MOST_LISTED, dtype=torch.int32, device=self._device),
+        )
         return found
 
-    def _free_list(self) -> _List | None:
+    @torch.inference_mode(False)
+    def _free_list(self, workspace: _Workspace) -> _List | None:
         """Memory for a list that no kernel has yet to read: all its rows have arrived."""
-        if len(self._lists) < _LISTS:
+        lists = workspace.lists
+        if len(lists) < _LISTS:
             words = _MOST_LISTED * _LIST_WORDS + _WORKSPACE_PROGRAMS
             host = torch.zeros(
                 words, dtype=torch.int64, pin_memory=self._device.type == "cuda", device="cpu"
             )
             device = torch.empty(words, dtype=torch.int64, device=self._device)
-            self._lists.append(_List(host, host.numpy(), device))
-            return self._lists[-1]
+            lists.append(_List(host, host.numpy(), device))
+            return lists[-1]
         for _ in range(_LISTS):
-            chosen = self._lists[self._next_list]
-            self._next_list = (self._next_list + 1) % _LISTS
+            chosen = lists.pop(0)
+            lists.append(chosen)
             if self._have_arrived(chosen.tickets):
                 return chosen
         return None
