@@ -135,13 +135,14 @@ class Summariser:
 
     def combined(self, parts: Sequence[Packed | None]) -> Packed:
         """`values.combined`, of which some parts may be yet to come."""
+        if self._devices is None or self._devices.ring is None:
+            return combined(parts)
         states = [part[STATE] for part in parts if part is not None]
         if STATE_PENDING not in states or STATE_SHAPE in states:
             return combined(parts)
         present = [(place, part) for place, part in enumerate(parts) if part is not None]
         if len(present) == 1 and present[0][0] == 0:
             return present[0][1]
-        assert self._devices is not None
         return self._devices.combination(present)
 
     def missed(self, reason: str, count: int) -> None:
