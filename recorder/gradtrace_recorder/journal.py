@@ -53,6 +53,7 @@ HALF_RECORDS = 32_768
 STRINGS_BYTES = 8 << 20
 _MOST_TEXT_BYTES = 64 << 10
 _LONG_TEXT_BYTES = 256
+_AMENDED_AT_ONCE = 256
 
 # Native, where that is the same: it stores the word in one instruction, which no kill cuts in two.
 _pack_u64 = struct.Struct("@Q" if sys.byteorder == "little" else "<Q").pack_into
@@ -292,17 +293,23 @@ class JournalWriter:
     ) -> None:
         """Write `data`, of shape (n, bytes), over the records of these numbers, each at its own offset.
 
-        Records that are drained, or that a ring has let go of, stay as they are. Called on the drain thread.
+        Records that are drained, or that a ring has let go of, stay as they are. Called on the drain thread, which
+        holds the hooks up for a few of them at a time.
         """
-        with self.lock:
-            if self._limit < 0:
-                return
-            is_there = numbers > self._drained
-            places = (numbers[is_there].astype(np.int64) - 1) % self._places
-            size = self._places * RECORD_BYTES
-            records = np.frombuffer(self._map, np.uint8, size, self._records_offset)
-            at = places * RECORD_BYTES + offsets[is_there]
-            records[at[:, None] + np.arange(data.shape[1])] = data[is_there]
+        width = data.shape[1]
+        for offset in np.unique(offsets).tolist():
+            chosen = np.nonzero(offsets == offset)[0]
+            for start in range(0, len(chosen), _AMENDED_AT_ONCE):
+                some = chosen[start : start + _AMENDED_AT_ONCE]
+                with self.lock:
+                    if self._limit < 0:
+                        return
+                    some = some[numbers[some] > self._drained]
+                    size = self._places * RECORD_BYTES
+                    flat = np.frombuffer(self._map, np.uint8, size, self._records_offset)
+                    records = flat.reshape(self._places, RECORD_BYTES)
+                    places = (numbers[some].astype(np.int64) - 1) % self._places
+                    records[places, offset : offset + width] = data[some]
 
     def mark_drained(self, last: int) -> None:
         """All records up to `last` lie in parts: their half is free again, of a ring each place."""

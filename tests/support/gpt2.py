@@ -66,6 +66,6 @@ class Training:
         with torch.autocast(self.device.type, torch.bfloat16):
             logits = self.net(self.text[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), self.text[:, 1:].flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         return loss.detach()
