@@ -20,6 +20,7 @@ import gradtrace_recorder
 from gradtrace_recorder.summaries.device.ring import RING_ROWS
 from gradtrace_recorder.summaries.device.torch_rows import TorchRows
 from support.host_device import HostBackend, HostLauncher, host_device
+from support.launcher import ranks
 from support.recorded import recording, rows
 
 
@@ -106,6 +107,37 @@ def test_passes_and_nodes_have_times_of_the_device(pair: tuple[Path, Path]) -> N
         query = f"SELECT count(*), count(device_ns), min(device_ns) FROM {table}"
         (host,), (device,) = (rows(run, query) for run in pair)
         assert host[1] == 0 and device[0] == device[1] and device[2] >= 0
+
+
+def test_actions_of_stages_have_times_of_the_device(tmp_path: Path) -> None:
+    with host_device(), recording(tmp_path / "run"):
+        net = nn.Linear(3, 2)
+        with gradtrace_recorder.stage(1, 0, "forward") as action:
+            out = net(torch.ones(1, 3))
+            action.sent(out)
+        with gradtrace_recorder.stage(1, 0, "backward_full"):
+            out.sum().backward()
+    query = "SELECT kind, device_ns >= 0, sent_norm > 0 FROM stage_events ORDER BY start_ns"
+    assert rows(tmp_path / "run", query) == [("forward", True, True), ("backward_full", True, None)]
+
+
+@ranks(1)
+def test_buckets_of_a_jobs_own_hook_have_times_of_the_device(tmp_path: Path) -> None:
+    """Until the callbacks of its future are called, which stands behind the reduction."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    with host_device(), recording(tmp_path / "run"):
+        net = DistributedDataParallel(nn.Linear(3, 2))
+        net.register_comm_hook(None, hook)
+        for _ in range(2):
+            net(torch.ones(1, 3)).sum().backward()
+    query = "SELECT device_ns >= 0, done_ns, before_norm > 0 FROM buckets"
+    assert rows(tmp_path / "run", query) == [(True, None, True)] * 2
 
 
 def test_nothing_is_counted_as_missing(pair: tuple[Path, Path]) -> None:

@@ -15,6 +15,7 @@ from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.relays import RELAYS, Relay, hook_name
 from gradtrace_recorder.sources.groups import collective_seq, write_reducing_module
 from gradtrace_recorder.sources.state import inside_backward, record_gradients
+from gradtrace_recorder.summaries.device.backends import is_on_device
 from gradtrace_recorder.summaries.device.times import Moment
 from gradtrace_schemas.journal import NULL_INT64
 
@@ -243,7 +244,7 @@ class DdpSource:
         about = self._about(relay.ddp) if relay.ddp is not None else None
         buffer = bucket.buffer()
         index = bucket.index()
-        opened = _Bucket(relay, ids, is_on_cpu=buffer.device.type == "cpu")
+        opened = _Bucket(relay, ids, is_on_cpu=not is_on_device(buffer))
         opened.place = (timeline.step, timeline.microbatch, self._backward_index)
         ready = [self._ready[key] for key in ids if key in self._ready]
         root, module_fqn = self._place(recording, about, parameters)

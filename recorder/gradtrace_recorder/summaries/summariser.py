@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrace_recorder.guard import is_of_a_signal_handler
 from gradtrace_recorder.journal import JournalWriter
-from gradtrace_recorder.summaries.device.backends import BACKENDS
+from gradtrace_recorder.summaries.device.backends import is_on_device
 from gradtrace_recorder.summaries.device.devices import Devices, NotNow
 from gradtrace_recorder.summaries.torch_ops import TorchSummary
 from gradtrace_recorder.summaries.values import NO_LANES, STATE, Packed, combined, unread
@@ -161,7 +161,7 @@ class Summariser:
             return [None] * len(tensors)  # one by one, each with its own reason
 
     def _strided(self, tensor: torch.Tensor) -> Packed:
-        if not tensor.is_cpu or "cpu" in BACKENDS:
+        if is_on_device(tensor):
             if not tensor.numel():
                 zeros: Packed = (0, 0.0, 0.0, 0.0, 0, 0, 0, *NO_LANES)
                 return (*zeros, self._dtype(tensor.dtype), self._state)

@@ -60,3 +60,8 @@ class Backend(Protocol):
 
 
 BACKENDS: dict[str, Backend] = {"cuda": CudaBackend()}
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Whether work on the tensor is queued, and done when it pleases the device."""
+    return not tensor.is_cpu or "cpu" in BACKENDS

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from gradtrace_recorder.summaries.device.backends import BACKENDS, Launcher
+from gradtrace_recorder.summaries.device.backends import BACKENDS, Launcher, is_on_device
 from gradtrace_recorder.summaries.device.ring import RING_ROWS, Part, Ring
 from gradtrace_recorder.summaries.device.times import Event
 from gradtrace_recorder.summaries.values import NO_LANES, Packed
@@ -40,7 +40,7 @@ class Devices:
 
     def is_asked(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether any of these may be on a device: told at once of a job on the CPU."""
-        return "cpu" in BACKENDS or not all(tensor.is_cpu for tensor in tensors)
+        return any(map(is_on_device, tensors))
 
     def summary(self, tensor: torch.Tensor, dtype: int) -> Packed:
         """A plain, detached tensor's summary, yet to come. Raises NotNow."""
