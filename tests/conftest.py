@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
 import pytest
+
+from support.native import NOWHERE, build
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--observer", choices=("python", "native"), default="python", help="which observer the tests record with"
+    )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Jobs choose by what is built: with `--observer native` it is, else there is nothing to be found."""
+    os.environ["GRADTRACE_NATIVE_CACHE"] = str(NOWHERE)
+    if config.getoption("--observer") == "native":
+        from gradtrace_recorder.observers.native.build import NotBuilt
+
+        try:
+            build()
+        except NotBuilt as error:
+            pytest.exit(f"nothing is tested with the native observer: {error}", returncode=0)
 
 
 @pytest.fixture(autouse=True)

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 from gradtrace_recorder.bootstrap import current_session, start_session, stop_session
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from gradtrace_recorder.actions import OwnAction
     from gradtrace_recorder.recording import Recording
 
 __version__ = "0.1.0"
-__all__ = ["microbatch", "note", "pause", "stage", "start", "step", "stop"]
+__all__ = ["build_native", "microbatch", "note", "pause", "stage", "start", "step", "stop"]
 
 
 def start(directory: str, **settings: str | bool | int) -> None:
@@ -40,6 +42,16 @@ def stop() -> None:
     But for what a DDP reducer was given, which it does not give back: see `relays.py`.
     """
     stop_session()
+
+
+def build_native(*, again: bool = False) -> Path:
+    """Build the native observer for the torch of this Python, once and for all jobs that use both. Where it lies.
+
+    Raises NotBuilt (a RuntimeError) where that cannot be; jobs are recorded by the Python observer then.
+    """
+    from gradtrace_recorder.observers.native.build import build_native
+
+    return build_native(again=again)
 
 
 def step(number: int) -> None:

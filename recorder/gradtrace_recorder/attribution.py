@@ -174,10 +174,24 @@ class Attribution:
             return None, False
         return _known(thread.frame_at(number))
 
+    def boundaries(self) -> tuple[list[int], list[Frame | None], int, Frame]:
+        """Of the calling thread, to be looked up in and not changed: from which number on Nodes belong to which call,
+        the first number that is known of, and the call that stands for an unknown one."""
+        thread = self._threads.get(threading.get_ident())
+        if thread is None:
+            return [], [], 0, _UNKNOWN
+        return thread.numbers, thread.frames, thread.first_known, _UNKNOWN
+
     @property
     def is_of_one_thread(self) -> bool:
         """Whether one thread alone ran modules."""
         return len(self._threads) == 1
+
+    @property
+    def has_several_threads(self) -> bool:
+        """Whether another thread than the calling one ran modules."""
+        others = len(self._threads) - (threading.get_ident() in self._threads)
+        return others > 0
 
     @property
     def must_tag(self) -> bool:

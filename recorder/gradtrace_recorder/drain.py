@@ -132,7 +132,7 @@ class Drain:
         self._is_gone = True
         let_go = 0 if self._flight is None else self._flight.overwritten.total()
         lost = journal.drained - let_go  # the others were over, and lay there no more
-        journal.dropped["removed with the directory"] += lost
+        journal.lost["removed with the directory"] += lost
         self._problems.add(
             f"{self._claim.run} was removed while it was recorded into: what lay there is lost "
             f"({lost} rows), what follows is written into a new one"

@@ -90,8 +90,8 @@ class JournalWriter:
         self.path = path
         self.half_records = half_records
         self.half_is_full = threading.Event()
-        self.dropped: collections.Counter[str] = collections.Counter()
-        self.dropped_steps: dict[str, tuple[int, int]] = {}
+        self.lost: collections.Counter[str] = collections.Counter()
+        self._lost_steps: dict[str, tuple[int, int]] = {}
         self.texts: list[str] = []
         self._numbers: dict[str, int] = {}
         self._running_offset = HEADER_BYTES
@@ -263,6 +263,16 @@ class JournalWriter:
         return {name: self._counts[k] for k, name in self._names.items() if self._counts[k]}
 
     @property
+    def dropped(self) -> collections.Counter[str]:
+        """What had no room, by table, and what was lost otherwise."""
+        return self.lost
+
+    @property
+    def dropped_steps(self) -> dict[str, tuple[int, int]]:
+        """First and last step of what had no room, by table."""
+        return self._lost_steps
+
+    @property
     def written(self) -> int:
         """Number of the newest record. Waits for a record that is being written on another thread."""
         with self.lock:
@@ -372,16 +382,16 @@ class JournalWriter:
 
     def _drop(self, kind: int, step: int | None) -> None:
         name = self._names[kind] if kind else "names"
-        self.dropped[name] += 1
+        self.lost[name] += 1
         if step is not None:
-            first, last = self.dropped_steps.get(name, (step, step))
-            self.dropped_steps[name] = first, last = min(first, step), max(last, step)
+            first, last = self._lost_steps.get(name, (step, step))
+            self._lost_steps[name] = first, last = min(first, step), max(last, step)
         else:
             first = last = NULL_INT32
         if self._limit >= 0 and kind < DROP_KINDS:
-            self._store("dropped", sum(self.dropped.values()))
+            self._store("dropped", sum(self.lost.values()))
             at = DROPS_OFFSET + kind * DROPS.itemsize
-            _pack_drop(self._map, at, self.dropped[name], first, last)
+            _pack_drop(self._map, at, self.lost[name], first, last)
 
     def _store(self, name: str, value: int) -> None:
         assert HEADER.fields is not None

@@ -190,6 +190,11 @@ class Names:
         held = module._parameters if place.name.kind == "parameter" else module._buffers
         return place.name if _entry(held, place.own) is tensor else None
 
+    @property
+    def places(self) -> dict[int, _Place]:
+        """Where each tensor is held, by identity: `tensor` checks what it finds there, and so must any other reader."""
+        return self._tensors
+
     def orphan(self, tensor: torch.Tensor, used_by: int) -> ParameterName | None:
         """The name of a parameter whose module is gone.
 

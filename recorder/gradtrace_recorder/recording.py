@@ -12,6 +12,7 @@ from gradtrace_recorder.flight import Flight
 from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.journal import JournalWriter, Place
 from gradtrace_recorder.naming import Names
+from gradtrace_recorder.observers.native.choice import Native
 from gradtrace_recorder.observers.replay import Replays
 from gradtrace_recorder.rows import Rows
 from gradtrace_recorder.settings import Settings
@@ -40,6 +41,7 @@ class Recording:
     actions: Actions = field(default_factory=Actions)
     half_done: HalfDone = field(default_factory=HalfDone)
     device_times: DeviceTimes = field(default_factory=lambda: DeviceTimes("off", Nowhere()))
+    native: Native | None = None
     _noted: dict[tuple[int, int, str], int] = field(default_factory=dict)
 
     def noted(self, name: str) -> int:

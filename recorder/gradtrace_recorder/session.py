@@ -147,13 +147,14 @@ class _Live:
         from gradtrace_recorder.claim import NotOurs, claim_place, living_rival
         from gradtrace_recorder.drain import Drain
         from gradtrace_recorder.flight import Flight
-        from gradtrace_recorder.journal import JournalWriter
+        from gradtrace_recorder.observers.native.choice import chosen_native, journal_of
         from gradtrace_recorder.rows import Rows
         from gradtrace_recorder.summaries.device.devices import Devices
         from gradtrace_recorder.summaries.device.join import Joiner
         from gradtrace_recorder.summaries.device.times import DeviceTimes
         from gradtrace_recorder.summaries.summariser import Summariser
         from gradtrace_recorder.timeline import Timeline
+        from gradtrace_recorder.versions import Versions
         from gradtrace_schemas import layout, processes
 
         zero, wall = time.monotonic_ns(), time.time_ns()
@@ -171,7 +172,9 @@ class _Live:
                 f"process {rival.pid} is recording rank {who.rank} into {run} too, as attempt {rival.attempt}; "
                 f"this one is attempt {self.claim.attempt}, nothing of the two is mixed"
             )
-        journal = JournalWriter(
+        native = chosen_native(settings, problems)
+        journal = journal_of(
+            native,
             layout.journal_file(run, who.rank, self.claim.attempt),
             rank=who.rank,
             attempt=self.claim.attempt,
@@ -187,18 +190,15 @@ class _Live:
             flight = Flight(journal, settings.flight_steps, trigger, wake)
         rows = Rows(journal, timeline, flight)
         self._devices = devices = Devices(problems.add, journal.half_is_full.set)
-        summariser = Summariser(journal, settings.summary, strict=settings.strict, devices=devices)
+        library = None if native is None else native.library
+        summariser = Summariser(
+            journal, settings.summary, strict=settings.strict, library=library, devices=devices
+        )
         times = DeviceTimes(settings.device_times, devices)
         self.recording = Recording(
-            settings,
-            problems,
-            journal,
-            timeline,
-            summariser,
-            rows,
-            flight=flight,
-            device_times=times,
-        )
+            settings, problems, journal, timeline, summariser, rows,
+            versions=Versions(library), flight=flight, native=native, device_times=times,
+        )  # fmt: skip
         timeline.at_end.append(self._write_step)
         self._about = {
             "attempt": self.claim.attempt,
@@ -267,6 +267,8 @@ class _Live:
                 "overwritten": dict(flight.overwritten),
                 "flight": flight.as_json(),
             }
+        if recording.native is not None:
+            own["observer"] = recording.native.as_json()
         self.claim.write_rank_file(
             {
                 **self._about,

@@ -17,6 +17,7 @@ DETAILS = ("steps", "params", "modules", "nodes")
 SUMMARIES = ("off", "norms", "full")
 DEVICE_TIMES = ("off", "stages", "nodes")
 MODES = ("whole", "flight")
+OBSERVERS = ("auto", "native", "python")
 _BY_REQUEST = "python:"
 
 
@@ -76,6 +77,7 @@ class Settings:
     replay: Replay | None = None
     mode: str = "whole"
     flight_steps: int = 8
+    observer: str = "auto"
 
     def records(self, detail: str) -> bool:
         """Whether tables of that detail are recorded."""
@@ -140,6 +142,7 @@ def settings_from(environment: Mapping[str, str] = os.environ) -> Settings | Non
             "REPLAY",
             "MODE",
             "FLIGHT_STEPS",
+            "OBSERVER",
         )
         if environment.get(PREFIX + name, "") != ""
     }
@@ -166,6 +169,7 @@ def settings_of(directory: str, **given: str | bool | int) -> Settings:
         "replay": _replay,
         "mode": lambda text: _one_of("MODE", text, MODES),
         "flight_steps": _flight_steps,
+        "observer": lambda text: _one_of("OBSERVER", text, OBSERVERS),
     }
     unknown = sorted(set(texts) - set(readers))
     if unknown:

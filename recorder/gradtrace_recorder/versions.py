@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +43,16 @@ class Change:
 class Versions:
     """What was seen of tensors on the job's first thread, in order: address, version, sequence number, where."""
 
-    def __init__(self) -> None:
-        self._sightings: collections.deque[tuple[int, int, int, str, Any]] = collections.deque(
-            maxlen=_MOST_SIGHTINGS
-        )
+    def __init__(self, library: Any = None) -> None:
+        """`library` is the native one, None where it is not used."""
+        self._sightings: Any
+        self._see: Callable[[int, str, Any, Any], object]
+        if library is None:
+            self._sightings = collections.deque(maxlen=_MOST_SIGHTINGS)
+            self._see = self._look
+        else:
+            self._sightings = library.Sightings(_MOST_SIGHTINGS, _Tensor, _Parameter)
+            self._see = self._sightings.see
 
     def went_in(self, number: int, frame: Frame, tensors: Iterable[Any]) -> None:
         """A module is called with these; Nodes made from now on have that sequence number or a later one."""
@@ -96,7 +102,7 @@ class Versions:
             inside_before = where if how == "in" else where.outer if how in _LEAVING else None
         return Change(None, f"{before}, before the backward pass came to it")
 
-    def _see(self, number: int, how: str, where: Any, tensors: Iterable[Any]) -> None:
+    def _look(self, number: int, how: str, where: Any, tensors: Iterable[Any]) -> None:
         """Twice a module call, so it asks nothing first: what has no one address (sparse, functorch's wrappers) or no
         version (made under inference_mode) raises, and is left out."""
         if _modes():
@@ -110,7 +116,7 @@ class Versions:
                 except RuntimeError:  # no memory of its own: sparse, or wrapped by a transform
                     continue
             elif (kind is tuple or kind is list) and len(tensor) <= 16:
-                self._see(number, how, where, [t for t in tensor if isinstance(t, _Tensor)])
+                self._look(number, how, where, [t for t in tensor if isinstance(t, _Tensor)])
 
 
 def _moment(how: str, where: Any) -> str:

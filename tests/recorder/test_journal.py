@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradtrace_recorder.journal import NOWHERE, JournalWriter
+from gradtrace_recorder.observers.native.build import CACHE_VARIABLE, library
+from gradtrace_recorder.observers.native.choice import Native, journal_of
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.batches import arrow_table
 from gradtrace_schemas.journal import (
@@ -29,13 +33,31 @@ from gradtrace_schemas.journal_reader import (
     UnreadableJournal,
     read_journal,
 )
+from support import native
 
 PASSES = TABLES["backward_passes"]
 
 
 def writer(path: Path, **sizes: int) -> JournalWriter:
     sizes = {"half_records": 64, "strings_bytes": 4096, **sizes}
-    return JournalWriter(path, rank=3, attempt=1, wall_start_ns=10, monotonic_start_ns=20, **sizes)
+    about = {"rank": 3, "attempt": 1, "wall_start_ns": 10, "monotonic_start_ns": 20, **sizes}
+    return journal_of(_kind, path, **about)
+
+
+_kind: Native | None = None
+
+
+@pytest.fixture(autouse=True, params=["python", "native"])
+def kind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test with the journal in Python, and with the one in C++."""
+    global _kind
+    before = os.environ[CACHE_VARIABLE]
+    if request.param == "native":
+        native.build_or_skip()
+        _kind = Native(library())
+    yield
+    _kind = None
+    os.environ[CACHE_VARIABLE] = before
 
 
 def append(journal: JournalWriter, step: int, loss: float = 1.5) -> None:

@@ -202,10 +202,18 @@ def test_filters_leave_out_steps_modules_and_details(tmp_path: Path) -> None:
         ("modules", {"module_calls"}),
         ("nodes", {"node_events", "node_tensors"}),
     ):
-        with recording(tmp_path / detail, detail=detail):
+        with recording(tmp_path / f"detail-{detail}", detail=detail):
             train(small(), 1)
-        tables = {p.name for p in (tmp_path / detail).iterdir() if (p / "rank=00000").exists()}
+        tables = {
+            p.name for p in (tmp_path / f"detail-{detail}").iterdir() if (p / "rank=00000").exists()
+        }
         assert present <= tables
+        if detail != "steps":
+            points = rows(
+                tmp_path / f"detail-{detail}",
+                "SELECT point, count(*) FROM gradients GROUP BY 1 ORDER BY 1",
+            )
+            assert points == [("final", 4), ("local", 4)], detail
 
 
 def test_pause_and_given_steps_are_obeyed(tmp_path: Path) -> None:
@@ -355,7 +363,7 @@ def test_our_own_failure_closes_its_source_and_the_job_goes_on(
     def fails(self: Summariser, gradient: torch.Tensor) -> None:
         raise RuntimeError("ours")
 
-    with recording(tmp_path / "run", strict=False):
+    with recording(tmp_path / "run", strict=False, observer="python"):
         net = small()
         train(net, 1)
         monkeypatch.setattr(Summariser, "of_gradient", fails)

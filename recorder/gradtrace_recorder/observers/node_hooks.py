@@ -108,6 +108,8 @@ class NodeHooks:
             if task != watch.task:
                 if watch.task is not None:
                     return
+                if self.number == NULL_INT64 and not watch.may_begin_with_leaf:
+                    return
                 watch.task = task
             self.index = index = next(watch.indexes)
             watch.running[index] = self
@@ -188,7 +190,10 @@ class NodeHooks:
         if not watch.guard.is_open or self.parameter is None:
             return
         try:
-            if _graph_task() == watch.task:
+            task = _graph_task()
+            if watch.task is None and watch.may_begin_with_leaf:
+                watch.task = task
+            if task == watch.task:
                 with unasked():
                     self._record_local(parameter, self.parameter)
         except Exception as error:

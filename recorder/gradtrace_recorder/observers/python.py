@@ -9,6 +9,7 @@ import functools
 import itertools
 import resource
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,64 +32,57 @@ Culprit = tuple[int | None, int, int, int, int]
 GradientReady = Callable[[torch.Tensor, int], None]
 
 
+@dataclass(frozen=True)
+class EngineCall:
+    """A call into the engine that is about to be watched.
+
+    `create_graph` says that the pass makes Nodes, which belong to those that run.
+    `half` is that of a pipeline stage's split backward: `input`, `weight`, None for no half; one that
+    `follows_half` is torch's weight half, which runs nothing that its input half ran.
+    `gradient_ready` is called with each parameter when its gradient was accumulated, and the time.
+    """
+
+    backward_index: int
+    accumulates: bool
+    create_graph: bool
+    half: str | None
+    follows_half: bool
+    stage_index: int | None
+    gradient_ready: GradientReady | None
+
+
 class PythonObserver:
     """Attaches watches. Called on the thread that enters the engine."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
 
-    def watch(
-        self,
-        recording: Recording,
-        roots: Sequence[Any],
-        *,
-        backward_index: int,
-        accumulates: bool,
-        half: str | None,
-        follows_half: bool,
-        stage_index: int | None,
-        gradient_ready: GradientReady | None,
-    ) -> PassWatch:
-        """Watch every Node that can be reached from `roots`, until the watch is closed.
-
-        `half` is that of a pipeline stage's split backward: `input`, `weight`, None for no half; one that
-        `follows_half` is torch's weight half, which runs nothing that its input half ran.
-        `gradient_ready` is called with each parameter when its gradient was accumulated, and the time.
-        """
-        watch = PassWatch(
-            recording, self._guard, backward_index, accumulates, half, stage_index, gradient_ready
-        )
+    def watch(self, recording: Recording, roots: Sequence[Any], call: EngineCall) -> PassWatch:
+        """Watch every Node that can be reached from `roots`, until the watch is closed."""
+        watch = PassWatch(recording, self._guard, call)
         if recording.settings.records("params"):
-            watch.attach(roots, follows_half=follows_half)
+            watch.attach(roots)
         return watch
 
 
 class PassWatch:
     """One backward pass under watch: its Nodes' hooks, the order in which they ran, what is running."""
 
-    def __init__(
-        self,
-        recording: Recording,
-        guard: Guard,
-        backward_index: int,
-        accumulates: bool,
-        half: str | None,
-        stage_index: int | None,
-        gradient_ready: GradientReady | None,
-    ) -> None:
+    def __init__(self, recording: Recording, guard: Guard, call: EngineCall) -> None:
         timeline, journal = recording.timeline, recording.journal
         self.recording = recording
         self.guard = guard
-        self.gradient_ready = gradient_ready
-        self.backward_index = backward_index
+        self.gradient_ready = call.gradient_ready
+        self.backward_index = call.backward_index
         self.step = timeline.step
         self.microbatch = timeline.microbatch
-        self.phase = journal.string(half or ("backward" if accumulates else "grad"))
-        self.accumulates = accumulates
-        self.stage_index = NULL_INT32 if stage_index is None else stage_index
-        self.half = half
+        self.phase = journal.string(call.half or ("backward" if call.accumulates else "grad"))
+        self.accumulates = call.accumulates
+        self.stage_index = NULL_INT32 if call.stage_index is None else call.stage_index
+        self.half = call.half
+        self.follows_half = call.follows_half
         self.half_done: set[int] | None = None
-        if half is not None and recording.attribution.is_of_one_thread:
+        if call.half is not None and recording.attribution.is_of_one_thread:
             self.half_done = recording.half_done.numbers(self.step)
         self.ok = journal.string("ok")
         self.failed = journal.string("failed")
@@ -106,6 +100,9 @@ class PassWatch:
         self.unattributed_count = 0
         self.indexes = itertools.count()
         self.task: int | None = None
+        # Where others that have hooks run before any AccumulateGrad, one that seems the first is run by a pass beside
+        # this one, for a parameter of both.
+        self.may_begin_with_leaf = False
         self.running: dict[int, NodeHooks] = {}
         self.culprit: NodeHooks | None = None  # what was running when the pass failed
         chosen = recording.settings.replay
@@ -115,25 +112,26 @@ class PassWatch:
         # As long as the graph holds them too: one pass.
         self._hooked_leaves: list[torch.Tensor] = []
 
-    def attach(self, roots: Sequence[Any], *, follows_half: bool) -> None:
+    def attach(self, roots: Sequence[Any]) -> None:
         """Walk the graph (no recursion) and hook its Nodes."""
         try:
-            self._attach(roots, follows_half)
+            self._attach(roots)
         except BaseException:
             self.close(failed=False)  # an interrupt: nothing of ours stays on a Node or a parameter
             raise
 
-    def _attach(self, roots: Sequence[Any], follows_half: bool) -> None:
+    def _attach(self, roots: Sequence[Any]) -> None:
         recording = self.recording
         whole = recording.settings.records("nodes")
         if self.half == "weight" and not whole and not self.accumulates:
             return  # one of many passes of a weight half: nothing here is to be watched, and the graph is large
         release_waiting()
-        done = self.half_done if follows_half and len(set(roots)) == 1 else None
+        done = self.half_done if self.follows_half and len(set(roots)) == 1 else None
         nodes, leaves = _reachable(roots, done or ())
         is_long = len(nodes) > _most_in_a_row()
         self.node_count = len(nodes) + len(leaves)
         self._stand_ins = recording.names.stand_ins()
+        self.may_begin_with_leaf = not whole
         for leaf, number in leaves if self.accumulates else ():  # autograd.grad never runs them
             self._attach_leaf(leaf, number, whole)
         if is_long:
@@ -141,6 +139,8 @@ class PassWatch:
             release_in_pieces(nodes)
         if not whole:
             return
+        # Where some modules are not wanted, their Nodes may come first.
+        self.may_begin_with_leaf = bool(recording.settings.modules) or not nodes
         recording.attribution.mark_running()
         occurrences: dict[tuple[int, int], int] = {}
         string = recording.journal.string

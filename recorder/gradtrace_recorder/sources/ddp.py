@@ -156,6 +156,8 @@ class DdpSource:
 
     def sync_of_pass(self) -> str | None:
         """How the DDP models that the pass went through were called: see `backward_passes.ddp_sync`."""
+        if not self._known:
+            return None
         states = {self._state(about) for about in self._touched()}
         return next((s for s in ("sync", "no_sync", "bypassed") if s in states), None)
 

@@ -14,8 +14,10 @@ from torch.autograd import Variable
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard, say
 from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
+from gradtrace_recorder.observers.native.observer import NativeObserver
 from gradtrace_recorder.observers.python import (
     Culprit,
+    EngineCall,
     PassWatch,
     PythonObserver,
     nodes_numbered,
@@ -59,6 +61,7 @@ class EngineSource:
         self._ddp = ddp
         self._modules = modules
         self._observer = PythonObserver(guard)
+        self._native: NativeObserver | None = None
         self._local = _ThreadState()
         self._original: Any = None
         self._carried_at: int | None = None
@@ -146,19 +149,22 @@ class EngineSource:
             outputs = _argument("tensors", 0, args, kwargs, ())
             nodes = [_node_of(output) for output in outputs]
             first = outputs[0] if len(outputs) else None
-            opened.loss = _scalar(first)
+            opened.loss = _scalar(first, recording)
             if recording.flight is not None:
                 recording.flight.saw_loss(opened.loss)
             opened.root_node_name = _node_name(nodes[0]) if nodes and nodes[0] is not None else None
-            opened.watch = self._observer.watch(
+            opened.watch = self._observer_of(recording).watch(
                 recording,
                 [node for node in nodes if node is not None],
-                backward_index=index,
-                accumulates=accumulates,
-                half=half,
-                follows_half=action is not None and action.follows_half,
-                stage_index=opened.stage_index,
-                gradient_ready=self._ddp.gradient_ready if self._ddp.has_models else None,
+                EngineCall(
+                    backward_index=index,
+                    accumulates=accumulates,
+                    create_graph=bool(_argument("create_graph", 3, args, kwargs, False)),
+                    half=half,
+                    follows_half=action is not None and action.follows_half,
+                    stage_index=opened.stage_index,
+                    gradient_ready=self._ddp.gradient_ready if self._ddp.has_models else None,
+                ),
             )
             opened.device_began = recording.device_times.begin()
         open_passes.append(opened)
@@ -170,6 +176,13 @@ class EngineSource:
         recording.journal.move(thread, opened.start_ns, (IN_BACKWARD, *opened.place))
         timeline.totals.recorder_ns += opened.start_ns - entered
         return opened
+
+    def _observer_of(self, recording: Recording) -> PythonObserver:
+        if recording.native is None:
+            return self._observer
+        if self._native is None:
+            self._native = NativeObserver(self._guard, self._open)
+        return self._native
 
     def _end(
         self, opened: _OpenPass, error: BaseException | None, outputs: Sequence[Any] = ()
@@ -350,12 +363,14 @@ def _node_of(output: Any) -> Any:
         return getattr(output, "node", None)
     if torch._C._functorch.is_functorch_wrapped_tensor(output):
         return None
-    if output.grad_fn is not None:
-        return output.grad_fn
-    return None
+    return output.grad_fn
 
 
-def _scalar(output: Any) -> float | None:
+def _scalar(output: Any, recording: Recording) -> float | None:
+    if recording.native is not None and isinstance(output, torch.Tensor):
+        value: float | None = recording.native.library.scalar(output)
+        if value is not None:
+            return value
     if (
         isinstance(output, torch.Tensor)
         and not torch._C._functorch.is_functorch_wrapped_tensor(output)

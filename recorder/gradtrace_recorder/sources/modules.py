@@ -214,13 +214,18 @@ class ModuleSource:
 
         `entering` says that a module is just being called.
         """
-        if self._local.forget_abandoned(entering=entering):
+        native = recording.native
+        library = None if native is None else native.library
+        if self._local.forget_abandoned(entering=entering, library=library):
             recording.attribution.lost(_get_sequence_nr())
             recording.journal.move(_get_ident(), recording.timeline.now(), NOWHERE)
 
     def _innermost(self, module: nn.Module) -> Call | None:
         """The innermost call of this module, None for one entered before we were attached."""
-        for call in reversed(self._local.stack):
+        stack = self._local.stack
+        if stack and stack[-1].module_id == id(module):
+            return stack[-1]
+        for call in reversed(stack):
             if call.module_id == id(module):
                 return call
         return None

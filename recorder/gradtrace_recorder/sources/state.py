@@ -28,9 +28,9 @@ def record_parameters_after(
 def _record_parameters(
     recording: Recording, point: str, parameters: Iterable[tuple[ParameterName, torch.Tensor]]
 ) -> None:
-    chosen = list(parameters)
-    summaries = recording.summariser.of_each([tensor for _, tensor in chosen])
-    for (name, tensor), summary in zip(chosen, summaries, strict=True):
+    named = list(parameters)
+    summaries = recording.summariser.of_each([tensor for _, tensor in named])
+    for (name, tensor), summary in zip(named, summaries, strict=True):
         recording.rows.parameter(name, point, tensor, summary)
 
 
@@ -42,10 +42,10 @@ def record_gradients(
     parameters: Iterable[tuple[ParameterName, torch.Tensor]],
 ) -> None:
     """What lies in `.grad` of these parameters now; those without a gradient leave no row."""
-    found = [(name, tensor.grad) for name, tensor in parameters if tensor.is_leaf]
-    chosen = [(name, gradient) for name, gradient in found if gradient is not None]
-    summaries = recording.summariser.of_each([gradient for _, gradient in chosen])
-    for (name, gradient), summary in zip(chosen, summaries, strict=True):
+    held = [(name, tensor.grad) for name, tensor in parameters if tensor.is_leaf]
+    named = [(name, gradient) for name, gradient in held if gradient is not None]
+    summaries = recording.summariser.of_each([gradient for _, gradient in named])
+    for (name, gradient), summary in zip(named, summaries, strict=True):
         recording.rows.gradient(name, point, backward_index, microbatch, gradient, summary)
 
 

@@ -18,7 +18,8 @@ from gradtrace_recorder.guard import is_of_a_signal_handler
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_recorder.summaries.device.backends import is_on_device
 from gradtrace_recorder.summaries.device.devices import Devices, NotNow
-from gradtrace_recorder.summaries.torch_ops import TorchSummary
+from gradtrace_recorder.summaries.native import NativeSummary
+from gradtrace_recorder.summaries.torch_ops import Numbers, TorchSummary
 from gradtrace_recorder.summaries.values import NO_LANES, STATE, Packed, combined, unread
 from gradtrace_schemas.journal import MAX_DIMENSIONS, NULL_BOOL
 from gradtrace_schemas.summary import STATE_FULL, STATE_NORMS, STATE_PENDING, STATE_SHAPE
@@ -40,9 +41,11 @@ class Summariser:
         summary: str,
         *,
         strict: bool = False,
+        library: Any = None,
         devices: Devices | None = None,
     ) -> None:
-        """Of tensors that are not on the CPU those are summarised that `devices` knows."""
+        """`library` is the native one, None where it is not used. Of tensors that are not on the CPU those are
+        summarised that `devices` knows."""
         self.off = summary == "off"
         self.unsummarised: collections.Counter[str] = collections.Counter()
         self._strict = strict
@@ -51,7 +54,10 @@ class Summariser:
         self._journal = journal
         self._devices = devices
         self._dtypes: dict[torch.dtype, int] = {}
-        self._ways = TorchSummary(norms_only=self._norms_only)
+        if library is None:
+            self._ways = TorchSummary(norms_only=self._norms_only)
+        else:
+            self._ways = NativeSummary(library, norms_only=self._norms_only)
         self._remembered: dict[int, tuple[weakref.ref[torch.Tensor], int, Packed]] = {}
 
     def of(self, tensor: torch.Tensor) -> Packed | None:
@@ -78,6 +84,29 @@ class Summariser:
             if self._strict or is_of_a_signal_handler(error):
                 raise
             return self._unread(tensor, f"{tensor.dtype} {tensor.layout}: {type(error).__name__}")
+
+    def of_each(self, tensors: Sequence[torch.Tensor]) -> list[Packed | None]:
+        """The summary of each: what `of` gives, in a few calls for all plain ones."""
+        if self.off:
+            return [None] * len(tensors)
+        if self._devices is not None and self._devices.is_asked(tensors):
+            return self._of_each_on_devices(self._devices, tensors)
+        made: dict[int, Packed] = {}
+        try:
+            with unseen():
+                plain = {
+                    at: tensor.detach()
+                    for at, tensor in enumerate(tensors)
+                    if _is_plain(tensor) and self._unreadable(tensor) is None
+                }
+                numbers = self._ways.each(list(plain.values()))
+                for (at, tensor), found in zip(plain.items(), numbers, strict=True):
+                    made[at] = self._packed(tensor, found)
+        except Exception as error:
+            if self._strict or is_of_a_signal_handler(error):
+                raise
+            made.clear()  # one by one then: of one odd tensor the others have no less
+        return [made[at] if at in made else self.of(one) for at, one in enumerate(tensors)]
 
     def of_gradient(self, gradient: torch.Tensor) -> Packed | None:
         """The same inside a backward pass, where a gradient is often handed on unchanged.
@@ -113,19 +142,20 @@ class Summariser:
         tensors = [tensor for _, tensor in named_tensors(values)]
         return self.combined([self.of(tensor) for tensor in tensors]) if tensors else None
 
-    def of_each(self, tensors: Sequence[torch.Tensor]) -> list[Packed | None]:
-        """The summary of each of many, together where they lie on a device: in few launches."""
+    def _of_each_on_devices(
+        self, devices: Devices, tensors: Sequence[torch.Tensor]
+    ) -> list[Packed | None]:
+        """Those of one device together, in few launches."""
         found: list[Packed | None] = [None] * len(tensors)
         together: dict[torch.device, list[int]] = {}
-        if self._devices is not None and not self.off and self._devices.is_asked(tensors):
-            for place, tensor in enumerate(tensors):
-                if (
-                    self._devices.has(tensor.device)
-                    and self._unreadable(tensor) is None
-                    and _is_plain(tensor)
-                    and tensor.numel()
-                ):
-                    together.setdefault(tensor.device, []).append(place)
+        for place, tensor in enumerate(tensors):
+            if (
+                devices.has(tensor.device)
+                and self._unreadable(tensor) is None
+                and _is_plain(tensor)
+                and tensor.numel()
+            ):
+                together.setdefault(tensor.device, []).append(place)
         for places in together.values():
             for place, packed in zip(
                 places, self._listed([tensors[p] for p in places]), strict=True
@@ -135,7 +165,7 @@ class Summariser:
 
     def combined(self, parts: Sequence[Packed | None]) -> Packed:
         """`values.combined`, of which some parts may be yet to come."""
-        if self._devices is None or self._devices.ring is None:
+        if self._devices is None or not self.uses_devices:
             return combined(parts)
         states = [part[STATE] for part in parts if part is not None]
         if STATE_PENDING not in states or STATE_SHAPE in states:
@@ -144,6 +174,11 @@ class Summariser:
         if len(present) == 1 and present[0][0] == 0:
             return present[0][1]
         return self._devices.combination(present)
+
+    @property
+    def uses_devices(self) -> bool:
+        """Whether some summaries come later: who combines or compares them goes by `combined` and their states."""
+        return self._devices is not None and self._devices.ring is not None
 
     def missed(self, reason: str, count: int) -> None:
         """So many summaries that a record waited for will not come. Called on the drain thread."""
@@ -168,7 +203,9 @@ class Summariser:
             if self._devices is None or not self._devices.has(tensor.device):
                 raise NotNow(f"on {tensor.device.type}")
             return self._devices.summary(tensor.detach(), self._dtype(tensor.dtype))
-        numbers = self._ways.numbers(tensor.detach())
+        return self._packed(tensor, self._ways.numbers(tensor.detach()))
+
+    def _packed(self, tensor: torch.Tensor, numbers: Numbers) -> Packed:
         return (
             tensor.numel(),
             *numbers[:6],

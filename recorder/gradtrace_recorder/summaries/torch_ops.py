@@ -113,12 +113,40 @@ class TorchSummary:
             ]
         return parts[0].numbers() if len(parts) == 1 else _sum_of(parts).numbers()
 
-    def _row(self, flat: torch.Tensor, chunk: int, place: int) -> _Part:
-        """A piece within one chunk: few operations, since a small tensor costs by their number."""
-        values, total, nans, infs = _finite(flat)
+    def each(self, tensors: list[torch.Tensor]) -> list[Numbers]:
+        """`numbers` of each of a list; the norms of those that are one chunk at most come from one call."""
+        flats = {
+            at: _finite(_flat(tensor))
+            for at, tensor in enumerate(tensors)
+            if tensor.is_floating_point() and not tensor.is_neg() and 0 < tensor.numel() <= CHUNK
+        }
+        norms = torch._foreach_norm([values for values, *_ in flats.values()]) if flats else ()
+        found = dict(zip(flats, norms, strict=True))
+        return [
+            self._row(_flat(tensor), 0, 0, (*flats[at], float(found[at]))).numbers()
+            if at in flats
+            else self.numbers(tensor)
+            for at, tensor in enumerate(tensors)
+        ]
+
+    def _row(
+        self,
+        flat: torch.Tensor,
+        chunk: int,
+        place: int,
+        known: tuple[torch.Tensor, float, int, int, float] | None = None,
+    ) -> _Part:
+        """A piece within one chunk: few operations, since a small tensor costs by their number.
+
+        `known` is what `_finite` gives, and the norm of that.
+        """
+        if known is None:
+            values, total, nans, infs = _finite(flat)
+            norm = float(torch.linalg.vector_norm(values))
+        else:
+            values, total, nans, infs, norm = known
         low, high = torch.aminmax(values)
         abs_max = max(-float(low), float(high))
-        norm = float(torch.linalg.vector_norm(values))
         if not _TINY_NORM < norm < math.inf:
             norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
         if self._norms_only:

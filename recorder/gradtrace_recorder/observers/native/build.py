@@ -1,0 +1,226 @@
+"""Builds the native observer against the job's own torch, and finds what was built. A job never compiles.
+
+Neither ninja nor setuptools is asked for: three sources, one call of the compiler each. What is built lies in a cache
+of the user's, in a folder for this torch, its ABI, this Python and these sources, under a name that says which compiler
+made it. Several processes may build at once: one does, the others wait for it; what is there is whole, as it comes by
+a rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NAME = "gradtrace_native"
+CACHE_VARIABLE = "GRADTRACE_NATIVE_CACHE"
+_SOURCES = ("summary.cpp", "journal.cpp", "journal_type.cpp", "observer.cpp")
+_HEADERS = (
+    "summary.h", "summary_tables.h", "summary_vectors.h", "summary_strides.h", "transposed.h",
+    "journal.h", "event_type.h", "packing.h", "python.h", "tensors.h", "settings.h", "gradients.h", "others_hooks.h",
+    "pass.h", "graph.h", "names.h", "sightings.h", "attaching.h", "pass_type.h",
+)  # fmt: skip
+# Contracted operations would give other bits on other processors; the vector code asks for them by name.
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-DNDEBUG")
+_LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
+_SECONDS = 900
+
+
+class NotBuilt(RuntimeError):
+    """Why there is no native observer; the text says what would help."""
+
+
+def build_native(*, again: bool = False) -> Path:
+    """Build the native observer for the torch of this Python, if that was not done yet. Where it lies.
+
+    `again` builds it even so. Raises NotBuilt.
+    """
+    compiler, version = _compiler()
+    folder = _folder()
+    built = folder / f"{NAME}-{_digest(version)}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder / "lock"):
+            if again or not built.exists():
+                _build(compiler, built)
+    except OSError as error:
+        raise NotBuilt(
+            f"the native observer cannot be kept in {str(folder)!r}: {error.strerror or error}; "
+            f"name another folder in {CACHE_VARIABLE}"
+        ) from error
+    return built
+
+
+def built_library() -> Path | None:
+    """The newest that was built for this torch, this Python and these sources."""
+    try:
+        found = sorted(_folder().glob(f"{NAME}-*.so"), key=lambda path: path.stat().st_mtime_ns)
+    except (OSError, RuntimeError, AttributeError):  # no home, or a torch that is built otherwise
+        return None
+    return found[-1] if found else None
+
+
+def library() -> Any:
+    """The loaded native observer, or None where none is built. Raises ImportError for one that does not load."""
+    path = built_library()
+    return None if path is None else _loaded(path)
+
+
+@functools.cache
+def _loaded(path: Path) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
+    spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _build(compiler: str, built: Path) -> None:
+    here = Path(__file__).parent
+    import torch
+
+    root = Path(torch.__path__[0])
+    includes = [
+        root / "include",
+        root / "include" / "torch" / "csrc" / "api" / "include",
+        sysconfig.get_paths()["include"],
+    ]
+    given = [f"-I{path}" for path in includes] + _flags_of_torch()
+    for left in built.parent.glob("build-*"):  # of one that was killed: we are alone
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=built.parent) as place:
+        objects = []
+        for source in _SOURCES:
+            into = str(Path(place) / f"{source}.o")
+            _run([compiler, *_FLAGS, *given, "-c", str(here / source), "-o", into])
+            objects.append(into)
+        whole = Path(place) / built.name
+        libraries = [f"-L{root / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
+        _run([compiler, "-shared", *objects, *libraries, "-o", str(whole)])
+        _try(whole)
+        os.replace(whole, built)
+
+
+# Run in a process of its own, with the library's path: hooks of ours between others must change nothing.
+_TRIAL = f"""
+import pathlib, sys, torch
+from {__name__} import _loaded
+
+library = _loaded(pathlib.Path(sys.argv[1]))
+assert library.summary(torch.ones(3), True)[0] > 1.7
+x, w = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
+y, seen = x * w, []
+for _ in range(2):
+    y.grad_fn.register_prehook(lambda gradients: seen.append(gradients[0].sum().item()))
+    y.grad_fn.register_hook(lambda given, got: seen.append((given[0] + given[1] + got[0]).sum().item()))
+    library.move_lists(y.grad_fn)
+y.sum().backward()
+assert (x.grad.tolist(), w.grad.tolist()) == ([2.0] * 3, [1.0] * 3), "gradients"
+assert seen == [3.0, 3.0, 12.0, 12.0], "what hooks see"
+"""
+
+
+def _try(path: Path) -> None:
+    """Try it in a process of its own, so that one that does not load, or disturbs, is never found."""
+    package = Path(__file__).resolve().parents[3]
+    paths = os.pathsep.join([str(package), *(p for p in sys.path if p)])
+    _run(
+        [sys.executable, "-c", _TRIAL, str(path)],
+        {**os.environ, "PYTHONPATH": paths, "GRADTRACE_DIR": ""},
+    )
+
+
+def _run(command: list[str], environment: dict[str, str] | None = None) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NotBuilt(
+            f"the native observer was not built: {Path(command[0]).name} took longer than {_SECONDS} seconds"
+        ) from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        errors = [line for line in said if "error" in line.lower()] or said
+        raise NotBuilt(
+            f"the native observer was not built: {Path(command[0]).name} ended with {done.returncode}: "
+            f"{errors[0] if errors else 'and said nothing'}"
+        )
+
+
+def _compiler() -> tuple[str, str]:
+    """The C++ compiler, and the first line that it says of itself."""
+    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        path = shutil.which(name) if name else None
+        if path is not None:
+            done = subprocess.run(
+                [path, "--version"], capture_output=True, text=True, timeout=60, check=False
+            )
+            if done.returncode == 0:
+                return path, f"{done.stdout.splitlines()[0]} {platform.machine()}"
+    raise NotBuilt(
+        "the native observer needs a C++ compiler (c++, g++ or clang++; CXX names another), and there is none; "
+        "jobs are recorded by the Python observer"
+    )
+
+
+def _folder() -> Path:
+    """Where libraries for this torch, this Python and these sources lie."""
+    import torch
+
+    here = Path(__file__).parent
+    parts: list[str | bytes] = [
+        str(torch.__version__),
+        str(getattr(torch.version, "git_version", "")),
+        *_flags_of_torch(),
+        sysconfig.get_config_var("SOABI") or "",
+        platform.machine(),
+        *_FLAGS,
+    ]
+    parts += [(here / name).read_bytes() for name in (*_SOURCES, *_HEADERS)]
+    release = str(torch.__version__).replace("/", "-")
+    return _cache() / "native" / f"torch-{release}-{_digest(*parts)}"
+
+
+def _flags_of_torch() -> list[str]:
+    import torch
+
+    return [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+
+
+def _cache() -> Path:
+    chosen = os.environ.get(CACHE_VARIABLE, "")
+    if chosen:
+        return Path(chosen).absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "gradtrace"
+
+
+def _digest(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time; the system takes the lock from one that dies."""
+    with open(lock, "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield

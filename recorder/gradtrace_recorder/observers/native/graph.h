@@ -1,0 +1,180 @@
+// What is kept of a graph while its pass is watched: what a walk found, and which Nodes have hooks. Part of observer.cpp.
+//
+// A Node's hooks are changed with the GIL held, while no pass runs anywhere: the engine reads them without a lock.
+#pragma once
+
+#include "pass.h"
+#include "python.h"
+
+namespace gradtrace {
+namespace {
+
+NodePtr pointer_to(PyObject* node) {
+  if (THPFunction_Check(node)) {
+    return reinterpret_cast<THPFunction*>(node)->cdata;
+  }
+  if (torch::autograd::THPCppFunction_Check(node)) {
+    return reinterpret_cast<torch::autograd::THPCppFunction*>(node)->cdata;
+  }
+  return NodePtr();
+}
+
+bool is_leaf(const Node& node) {
+  return typeid(node) == typeid(AccumulateGrad);
+}
+
+// The Nodes that a walk has seen: a table of pointers, at most half full.
+class Seen {
+ public:
+  void clear() {
+    std::fill(table_.begin(), table_.end(), nullptr);
+    count_ = 0;
+  }
+
+  bool insert(const Node* node) {
+    if (2 * ++count_ > table_.size()) {
+      std::vector<const Node*> larger(2 * table_.size());
+      larger.swap(table_);
+      for (const Node* one : larger) {
+        if (one) {
+          place(one) = one;
+        }
+      }
+    }
+    const Node*& at = place(node);
+    if (at) {
+      --count_;
+      return false;
+    }
+    at = node;
+    return true;
+  }
+
+ private:
+  std::vector<const Node*> table_ = std::vector<const Node*>(1024);
+  size_t count_ = 0;
+
+  const Node*& place(const Node* node) {
+    size_t at = (reinterpret_cast<uintptr_t>(node) >> 4) * 0x9E3779B97F4A7C15 >> 20;
+    for (;; ++at) {
+      const Node*& entry = table_[at & (table_.size() - 1)];
+      if (!entry || entry == node) {
+        return entry;
+      }
+    }
+  }
+};
+
+struct Hooked {
+  WeakNode node;
+  const void* before;
+  const void* after;
+};
+
+struct Found {
+  uint64_t number;
+  Node* node;
+  uint64_t used_by; // the number of a Node that leads there
+};
+
+// What one call of a module means to its Nodes.
+struct Call {
+  PyObject* frame = nullptr; // null: outside any module, or not known
+  int32_t root = kNullInt32, call_index = kNullInt32;
+  uint32_t fqn = kNullString;
+  bool is_wanted = true;
+  c10::SmallVector<std::pair<uint32_t, uint32_t>, 8> occurrences;
+};
+
+// What a pass needs besides itself; the next pass has it when this one is over.
+struct Buffers {
+  Seen seen;
+  std::vector<Found> waiting, nodes, leaves; // between `walk` and `attach`, while the caller holds the roots
+  std::vector<Hooked> hooked;
+  std::vector<PyObject*> frames;
+  std::vector<Call> calls;
+  std::unordered_map<PyObject*, size_t> call_of; // place in `calls`, by the frame
+
+  void clear() {
+    waiting.clear();
+    nodes.clear();
+    leaves.clear();
+    hooked.clear();
+    calls.clear();
+    call_of.clear();
+  }
+};
+
+Settings::Settings() = default;
+
+Settings::~Settings() {
+  // The last pass may go on any thread: with the engine's, when a graph ends.
+  if (Py_IsInitialized()) {
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    Py_XDECREF(foreign);
+    for (const auto& [named, names] : leaves) {
+      Py_DECREF(named);
+      Py_DECREF(names.frame);
+    }
+    PyGILState_Release(gil);
+  }
+}
+
+// What the Python object owns. Its hold on the pass is given back when it goes.
+struct Attached {
+  Pass* pass = nullptr;
+  std::unique_ptr<Buffers> buffers;
+};
+
+void let_go_of_frames(Attached& own) {
+  if (!own.buffers) {
+    return;
+  }
+  std::vector<PyObject*> frames;
+  frames.swap(own.buffers->frames);
+  for (size_t i = 0; i < own.pass->state_count; ++i) {
+    own.pass->state(i).frame = nullptr;
+  }
+  for (PyObject* frame : frames) {
+    Py_DECREF(frame);
+  }
+}
+
+// Takes the hooks off their Nodes. With the GIL, while no pass runs.
+void take_off(Attached& own) {
+  for (Hooked& hooked : own.buffers->hooked) {
+    const NodePtr node = hooked.node.lock();
+    if (!node) {
+      continue;
+    }
+    auto& before = node->pre_hooks();
+    before.erase(
+        std::remove_if(before.begin(), before.end(), [&](const auto& h) { return h.get() == hooked.before; }),
+        before.end());
+    auto& after = node->post_hooks();
+    after.erase(
+        std::remove_if(after.begin(), after.end(), [&](const auto& h) { return h.get() == hooked.after; }),
+        after.end());
+  }
+  own.buffers->hooked.clear();
+}
+
+// Nothing of the graph is kept from here on. With the GIL.
+void end(Attached& own) {
+  let_go_of_frames(own);
+  if (own.buffers) {
+    own.buffers->clear();
+    own.pass->settings->buffers = std::move(own.buffers);
+  }
+}
+
+void hook(Attached& own, Node& node, NodeState& state) {
+  auto& before = node.pre_hooks();
+  auto& after = node.post_hooks();
+  own.buffers->hooked.push_back({weakly(node.getptr()), state.before.bytes, state.after.bytes});
+  before.emplace_back(made_in<Before>(state.before, *own.pass, state));
+  after.emplace_back(made_in<After>(state.after, *own.pass, state));
+}
+
+} // namespace
+} // namespace gradtrace

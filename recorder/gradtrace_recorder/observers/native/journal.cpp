@@ -1,0 +1,191 @@
+#include "journal.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <new>
+
+namespace gradtrace {
+
+bool Lock::try_lock() {
+  const uintptr_t mine = static_cast<uintptr_t>(pthread_self());
+  uintptr_t owner = 0;
+  if (owner_.load(std::memory_order_relaxed) != mine &&
+      !owner_.compare_exchange_strong(owner, mine, std::memory_order_acquire)) {
+    return false;
+  }
+  ++depth_;
+  return true;
+}
+
+void Lock::lock() {
+  for (int tries = 0; !try_lock(); ++tries) {
+    if (tries < 100) {
+      sched_yield();
+    } else {
+      const timespec a_while = {0, 20'000};
+      nanosleep(&a_while, nullptr);
+    }
+  }
+}
+
+bool Event::wait(double seconds) {
+  std::unique_lock<std::mutex> held(mutex_);
+  changed_.wait_for(held, std::chrono::duration<double>(seconds), [this] { return set_; });
+  return set_;
+}
+
+void Event::set() {
+  std::lock_guard<std::mutex> held(mutex_);
+  set_ = true;
+  changed_.notify_all();
+}
+
+void Event::clear() {
+  std::lock_guard<std::mutex> held(mutex_);
+  set_ = false;
+}
+
+bool Event::is_set() {
+  std::lock_guard<std::mutex> held(mutex_);
+  return set_;
+}
+
+bool Journal::append(int kind, int32_t step, char* record) {
+  const std::lock_guard<Lock> held(lock);
+  return put_record(kind, step, record);
+}
+
+void Journal::expect_records() const {
+  constexpr int64_t ahead = 3;
+  if (written + ahead < limit) {
+    const char* at = map + layout.records_offset + ((written + ahead) % places) * layout.record_bytes;
+    for (int64_t line = 0; line < layout.record_bytes; line += 64) {
+      __builtin_prefetch(at + line, 1);
+    }
+  }
+}
+
+bool Journal::put_record(int kind, int32_t step, char* record) {
+  if (written >= limit) {
+    drop(kind, step);
+    return false;
+  }
+  const int64_t number = ++written;
+  const int64_t offset = layout.records_offset + ((number - 1) % places) * layout.record_bytes;
+  std::memcpy(record + layout.record_bytes - 8, &number, 8);
+  std::memcpy(map + offset + 8, record + 8, layout.record_bytes - 8);
+  store(offset, number);
+  ++counts[kind];
+  expect_records();
+  if (number == next_half) {
+    next_half += half_records;
+    half_is_full->set();
+  }
+  return true;
+}
+
+void Journal::drop(int kind, int32_t step) {
+  const std::lock_guard<Lock> held(lock);
+  Drop& of = drops[kind];
+  const bool is_first = of.count == 0;
+  of.first = is_first ? step : std::min(of.first, step);
+  of.last = is_first ? step : std::max(of.last, step);
+  ++of.count;
+  ++dropped;
+  if (limit >= 0) {
+    store(layout.dropped_offset, dropped);
+    std::memcpy(map + layout.drops_offset + kind * layout.drop_bytes, &of, sizeof of);
+  }
+}
+
+int Journal::known_slot(int64_t thread) const {
+  for (int slot = 0; slot < slot_count; ++slot) {
+    if (threads[slot] == thread) {
+      return slot;
+    }
+  }
+  return -1;
+}
+
+int Journal::slot_of(int64_t thread) {
+  int slot = known_slot(thread);
+  if (slot >= 0) {
+    return slot;
+  }
+  if (slot_count < layout.thread_slots) {
+    slot = slot_count;
+  } else {
+    // Threads come and go: the slot of one that runs nothing serves the next.
+    for (int idle = 0; idle < slot_count && slot < 0; ++idle) {
+      const bool is_inside =
+          place_kinds[idle] >= layout.first_inside && place_kinds[idle] <= layout.last_inside;
+      if (depths[idle] == 0 && !is_inside) {
+        slot = idle;
+      }
+    }
+    if (slot < 0) {
+      return -1;
+    }
+  }
+  threads[slot] = thread;
+  place_kinds[slot] = 0;
+  depths[slot] = 0;
+  slot_count = std::max(slot_count, slot + 1);
+  std::memset(map + layout.places_offset + slot * layout.place_bytes, 0, layout.place_bytes);
+  const int64_t head[2] = {thread, 0};
+  std::memcpy(map + layout.running_offset + slot * layout.thread_bytes, head, sizeof head);
+  return slot;
+}
+
+void Journal::push(int64_t thread, const RunningEntry& entry) {
+  const std::lock_guard<Lock> held(lock);
+  if (limit < 0) {
+    return;
+  }
+  const int slot = slot_of(thread);
+  if (slot < 0) {
+    return;
+  }
+  const int64_t depth = depths[slot]++;
+  if (depth < layout.thread_depth) {
+    const int64_t start = layout.running_offset + slot * layout.thread_bytes;
+    std::memcpy(map + start + layout.thread_head + depth * sizeof entry, &entry, sizeof entry);
+    store(start + 8, depth + 1);
+  }
+}
+
+void Journal::pop(int64_t thread) {
+  const std::lock_guard<Lock> held(lock);
+  pop_entry(thread);
+}
+
+void Journal::pop_entry(int64_t thread) {
+  const int slot = known_slot(thread);
+  if (limit < 0 || slot < 0 || depths[slot] == 0) {
+    return;
+  }
+  const int64_t depth = --depths[slot];
+  if (depth < layout.thread_depth) {
+    store(layout.running_offset + slot * layout.thread_bytes + 8, depth);
+  }
+}
+
+void Journal::finish(int64_t thread, int kind, int32_t step, char* record) {
+  const std::lock_guard<Lock> held(lock);
+  pop_entry(thread);
+  put_record(kind, step, record);
+}
+
+void Journal::forget(char* elsewhere) {
+  new (&lock) Lock(); // a thread that is not here may have held it
+  new (half_is_full.get()) Event();
+  limit = -1;
+  map = elsewhere;
+}
+
+} // namespace gradtrace

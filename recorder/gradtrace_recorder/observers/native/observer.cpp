@@ -1,0 +1,286 @@
+// The library's face in Python: `Settings`, `Pass` (pass_type.h), `Sightings` (sightings.h) and summaries.
+#include "pass_type.h"
+#include "sightings.h"
+
+namespace gradtrace {
+namespace {
+
+PyTypeObject* journal_type = nullptr;
+PyTypeObject* pass_type = nullptr;
+
+// Settings(journal, zero_ns, kinds, fields: dict, summary: str, names: tuple of 6, foreign)
+PyObject* settings_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *journal, *fields, *names, *foreign;
+  long long zero_ns;
+  int node_kind, tensor_kind, gradient_kind;
+  const char* summary;
+  if (!PyArg_ParseTuple(
+          args, "O!L(iii)O!sO!O", journal_type, &journal, &zero_ns, &node_kind, &tensor_kind, &gradient_kind,
+          &PyDict_Type, &fields, &summary, &PyTuple_Type, &names, &foreign)) {
+    return nullptr;
+  }
+  auto settings = std::make_shared<Settings>();
+  settings->journal = *reinterpret_cast<PyJournal*>(journal)->core;
+  settings->zero_ns = zero_ns;
+  settings->node_kind = node_kind;
+  settings->tensor_kind = tensor_kind;
+  settings->gradient_kind = gradient_kind;
+  settings->is_off = std::strcmp(summary, "off") == 0;
+  settings->is_whole = std::strcmp(summary, "full") == 0;
+  Fields& f = settings->fields;
+  const struct {
+    const char* name;
+    int64_t* place;
+  } wanted[] = {
+      {"event_index", &f.event_index},
+      {"autograd_seq", &f.autograd_seq},
+      {"node_name", &f.node_name},
+      {"root", &f.root},
+      {"module_fqn", &f.module_fqn},
+      {"call_index", &f.call_index},
+      {"occurrence", &f.occurrence},
+      {"parameter_fqn", &f.parameter_fqn},
+      {"thread", &f.thread},
+      {"start_ns", &f.start_ns},
+      {"end_ns", &f.end_ns},
+      {"grad_output_count", &f.grad_output_count},
+      {"grad_input_count", &f.grad_input_count},
+      {"grad_output_summary", &f.grad_output_summary},
+      {"grad_input_summary", &f.grad_input_summary},
+      {"node_tensors.event_index", &f.tensor_event_index},
+      {"node_tensors.direction", &f.tensor_direction},
+      {"node_tensors.position", &f.tensor_position},
+      {"node_tensors.shape", &f.tensor_shape},
+      {"node_tensors.summary", &f.tensor_summary},
+      {"gradients.root", &f.gradient_root},
+      {"gradients.parameter_fqn", &f.gradient_parameter_fqn},
+      {"gradients.shape", &f.gradient_shape},
+      {"gradients.summary", &f.gradient_summary},
+  };
+  for (const auto& field : wanted) {
+    PyObject* offset = PyDict_GetItemString(fields, field.name);
+    if (!offset) {
+      PyErr_SetString(PyExc_KeyError, field.name);
+      return nullptr;
+    }
+    *field.place = PyLong_AsLongLong(offset);
+  }
+  unsigned int numbers[6];
+  if (!PyArg_ParseTuple(
+          names, "IIIIII", &numbers[0], &numbers[1], &numbers[2], &numbers[3], &numbers[4], &numbers[5])) {
+    return nullptr;
+  }
+  std::copy(numbers, numbers + 4, settings->dtypes);
+  settings->incoming = numbers[4];
+  settings->outgoing = numbers[5];
+  settings->foreign = Py_NewRef(foreign);
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self) {
+    reinterpret_cast<PySettings*>(self)->settings = new std::shared_ptr<Settings>(std::move(settings));
+  }
+  return self;
+}
+
+void settings_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<PySettings*>(self)->settings;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyType_Slot settings_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(settings_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(settings_dealloc)},
+    {Py_tp_doc, const_cast<char*>("What all passes of a recording share.")},
+    {0, nullptr}};
+
+PyType_Spec settings_spec = {
+    "gradtrace_native.Settings", sizeof(PySettings), 0, Py_TPFLAGS_DEFAULT, settings_slots};
+
+// Elements that are summarised without letting go of the GIL: some 20 microseconds.
+constexpr int64_t kMostUnderLock = 65536;
+
+class Unlocked {
+ public:
+  explicit Unlocked(bool wanted) : state_(wanted ? PyEval_SaveThread() : nullptr) {}
+  ~Unlocked() {
+    if (state_) {
+      PyEval_RestoreThread(state_);
+    }
+  }
+
+ private:
+  PyThreadState* state_;
+};
+
+PyObject* tuple_of(const Numbers& numbers) {
+  Owned lanes(PyTuple_New(kLanes));
+  for (int lane = 0; lanes && lane < kLanes; ++lane) {
+    PyObject* value = PyFloat_FromDouble(narrowed(numbers.lanes[lane]));
+    if (!value) {
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(lanes.get(), lane, value);
+  }
+  return lanes ? Py_BuildValue(
+                     "(dddLLLO)", std::sqrt(numbers.square), numbers.abs_max, numbers.sum,
+                     static_cast<long long>(numbers.nans), static_cast<long long>(numbers.infs),
+                     static_cast<long long>(numbers.fingerprint), lanes.get())
+               : nullptr;
+}
+
+// A tensor, and where it lies if it is a plain one: null data where it is no such tensor.
+struct Plain {
+  Kind kind = Kind::f32;
+  const void* data = nullptr;
+  at::Tensor tensor;
+
+  explicit Plain(PyObject* object) : tensor(THPVariable_Unpack(object)) {
+    data = readable(tensor, kind);
+  }
+};
+
+// summary(tensor, whole) -> (norm, abs_max, sum, nan_count, inf_count, fingerprint, lanes), None for another tensor
+// than a plain one of a floating dtype in this process's memory.
+PyObject* summary(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || !THPVariable_Check(args[0])) {
+    PyErr_SetString(PyExc_TypeError, "a tensor, and whether fingerprint and sketch are wanted");
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* {
+    const Plain plain(args[0]);
+    if (!plain.data) {
+      Py_RETURN_NONE;
+    }
+    const bool whole = args[1] == Py_True;
+    Numbers numbers;
+    {
+      const Unlocked unlocked(plain.tensor.numel() >= kMostUnderLock);
+      numbers = numbers_of(plain.tensor, plain.kind, plain.data, whole);
+    }
+    return tuple_of(numbers);
+  });
+}
+
+// summaries(tensors, whole) -> a list of what `summary` gives for each, None for what is no tensor.
+PyObject* summaries(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || !PyList_Check(args[0])) {
+    PyErr_SetString(PyExc_TypeError, "a list of tensors, and whether fingerprints and sketches are wanted");
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* {
+    const bool whole = args[1] == Py_True;
+    const Py_ssize_t length = PyList_GET_SIZE(args[0]);
+    std::vector<Plain> plain;
+    int64_t elements = 0;
+    plain.reserve(length);
+    for (Py_ssize_t i = 0; i < length; ++i) {
+      PyObject* object = PyList_GET_ITEM(args[0], i);
+      if (!THPVariable_Check(object)) {
+        PyErr_SetString(PyExc_TypeError, "a list of tensors");
+        return nullptr;
+      }
+      plain.emplace_back(object);
+      elements += plain.back().data ? plain.back().tensor.numel() : 0;
+    }
+    std::vector<Numbers> numbers(length);
+    {
+      const Unlocked unlocked(elements >= kMostUnderLock);
+      for (Py_ssize_t i = 0; i < length; ++i) {
+        if (plain[i].data) {
+          numbers[i] = numbers_of(plain[i].tensor, plain[i].kind, plain[i].data, whole);
+        }
+      }
+    }
+    Owned made(PyList_New(length));
+    for (Py_ssize_t i = 0; made && i < length; ++i) {
+      PyObject* one = plain[i].data ? tuple_of(numbers[i]) : Py_NewRef(Py_None);
+      if (!one) {
+        return nullptr;
+      }
+      PyList_SET_ITEM(made.get(), i, one);
+    }
+    return made ? Py_NewRef(made.get()) : nullptr;
+  });
+}
+
+// scalar(tensor) -> its only value, None for another tensor than a plain one that has one of a floating dtype.
+PyObject* scalar(PyObject*, PyObject* object) {
+  if (!THPVariable_Check(object)) {
+    Py_RETURN_NONE;
+  }
+  return guarded([&]() -> PyObject* {
+    const Plain plain(object);
+    if (!plain.data || plain.tensor.numel() != 1) {
+      Py_RETURN_NONE;
+    }
+    return PyFloat_FromDouble(value_of(plain.kind, plain.data));
+  });
+}
+
+struct MovesIncoming : torch::autograd::FunctionPreHook {
+  variable_list operator()(const variable_list& incoming) override {
+    return handed_back(incoming);
+  }
+};
+
+struct MovesOutgoing : torch::autograd::FunctionPostHook {
+  variable_list operator()(const variable_list& outgoing, const variable_list&) override {
+    return handed_back(outgoing);
+  }
+};
+
+// move_lists(node): hooks that hand back what they get as ours do, and do nothing else. `build.py` tries them.
+PyObject* move_lists(PyObject*, PyObject* object) {
+  return guarded([&]() -> PyObject* {
+    const NodePtr node = pointer_to(object);
+    if (!node) {
+      return PyErr_Format(PyExc_TypeError, "no Node");
+    }
+    node->add_pre_hook(std::make_unique<MovesIncoming>());
+    node->add_post_hook(std::make_unique<MovesOutgoing>());
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* set_vectors(PyObject*, PyObject* wanted) {
+  const long most = PyLong_AsLong(wanted);
+  return most == -1 && PyErr_Occurred() ? nullptr : PyLong_FromLong(use_vectors(static_cast<int>(most)));
+}
+
+PyMethodDef functions[] = {
+    {"summary", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(summary)), METH_FASTCALL,
+     "The summary of a plain tensor."},
+    {"summaries", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(summaries)), METH_FASTCALL,
+     "The summaries of a list of tensors."},
+    {"scalar", scalar, METH_O, "The value of a plain tensor of one element."},
+    {"calls_run", calls_run, METH_O, "Whether so many calls of modules run on this thread."},
+    {"move_lists", move_lists, METH_O, "Hooks that hand back what they get."},
+    {"use_vectors", set_vectors, METH_O, "Use no wider vectors: 0 none, 1 AVX2, 2 AVX-512; what is used."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "gradtrace_native", "The observer in C++.", -1, functions,
+    nullptr, nullptr, nullptr, nullptr};
+
+} // namespace
+} // namespace gradtrace
+
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit_gradtrace_native() {
+  using namespace gradtrace;
+  PyObject* module = PyModule_Create(&definition);
+  if (!module) {
+    return nullptr;
+  }
+  journal_type = add_journal_types(module);
+  settings_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&settings_spec));
+  pass_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&pass_spec));
+  if (!journal_type || !settings_type || !pass_type ||
+      PyModule_AddObjectRef(module, "Settings", reinterpret_cast<PyObject*>(settings_type)) < 0 ||
+      PyModule_AddObjectRef(module, "Pass", reinterpret_cast<PyObject*>(pass_type)) < 0 ||
+      PyModule_AddObject(module, "Sightings", PyType_FromSpec(&sightings_spec)) < 0) {
+    Py_DECREF(module);
+    return nullptr;
+  }
+  return module;
+}

@@ -1,0 +1,230 @@
+// `Pass` as Python sees it: one backward pass under watch. Part of observer.cpp.
+#pragma once
+
+#include "attaching.h"
+
+namespace gradtrace {
+namespace {
+
+struct PySettings {
+  PyObject_HEAD
+  std::shared_ptr<Settings>* settings;
+};
+
+PyTypeObject* settings_type = nullptr;
+
+bool template_of(PyObject* bytes, std::vector<char>& record) {
+  if (bytes == Py_None) {
+    return true;
+  }
+  if (!PyBytes_Check(bytes) || PyBytes_GET_SIZE(bytes) > 2048) {
+    PyErr_SetString(PyExc_ValueError, "a record is bytes");
+    return false;
+  }
+  record.assign(PyBytes_AS_STRING(bytes), PyBytes_AS_STRING(bytes) + PyBytes_GET_SIZE(bytes));
+  return true;
+}
+
+struct LetGo {
+  void operator()(Pass* pass) const {
+    pass->let_go();
+  }
+};
+
+// Pass(settings, node record, tensor record, gradient record, step, microbatch, backward_index, phase, stage_index)
+PyObject* pass_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *settings, *node, *tensor, *gradient;
+  int step, microbatch, backward_index, stage_index;
+  unsigned int phase;
+  if (!PyArg_ParseTuple(
+          args, "O!OOOiiiIi", settings_type, &settings, &node, &tensor, &gradient, &step, &microbatch,
+          &backward_index, &phase, &stage_index)) {
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* {
+    std::unique_ptr<Pass, LetGo> pass(new Pass(*reinterpret_cast<PySettings*>(settings)->settings));
+    if (!template_of(node, pass->node_record) || !template_of(tensor, pass->tensor_record) ||
+        !template_of(gradient, pass->gradient_record)) {
+      return nullptr;
+    }
+    pass->running.step = step;
+    pass->running.microbatch = microbatch;
+    pass->running.backward_index = backward_index;
+    pass->running.phase = phase;
+    pass->running.stage_index = stage_index;
+    PyObject* self = type->tp_alloc(type, 0);
+    if (self) {
+      reinterpret_cast<PyPass*>(self)->own = new Attached();
+      of(self).pass = pass.release();
+    }
+    return self;
+  });
+}
+
+void pass_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  if (reinterpret_cast<PyPass*>(self)->own) {
+    // Hooks that are still on a Node hold the pass, which is closed: they do nothing.
+    of(self).pass->is_open.store(false);
+    end(of(self));
+    of(self).pass->let_go();
+    delete reinterpret_cast<PyPass*>(self)->own;
+  }
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* sizes_of(const NodeState& state) {
+  PyObject* all = PyList_New(0);
+  for (size_t at = 0; all && at < state.came_in.size();) {
+    const int64_t count = state.came_in[at++];
+    PyObject* entry = nullptr;
+    if (count == -1) {
+      entry = Py_NewRef(Py_None);
+    } else {
+      const auto type = static_cast<at::ScalarType>(state.came_in[at++]);
+      if (count == -2) {
+        entry = Py_NewRef(Py_None);
+      } else {
+        PyObject* sizes = PyTuple_New(count);
+        for (int64_t d = 0; sizes && d < count; ++d) {
+          PyTuple_SET_ITEM(sizes, d, PyLong_FromLongLong(state.came_in[at++]));
+        }
+        entry = sizes ? Py_BuildValue("(ON)", reinterpret_cast<PyObject*>(torch::getTHPDtype(type)), sizes) : nullptr;
+      }
+    }
+    if (!entry || PyList_Append(all, entry) < 0) {
+      Py_CLEAR(all);
+    }
+    Py_XDECREF(entry);
+  }
+  return all;
+}
+
+// close() -> [(index, name, number or None, frame or None, occurrence, parameter, start, thread, came in)] of the Nodes
+// that have begun and not ended. No hook does anything from here on.
+PyObject* pass_close(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    Pass& pass = *of(self).pass;
+    pass.is_open.store(false);
+    pass.gradients.forget();
+    PyObject* running = PyList_New(0);
+    for (size_t i = 0; running && i < pass.state_count; ++i) {
+      const NodeState& state = pass.state(i);
+      const int32_t index = state.index.load();
+      if (index < 0) {
+        continue;
+      }
+      PyObject* entry = Py_BuildValue(
+          "(iILOIILLN)", index, state.name, static_cast<long long>(state.number),
+          state.frame ? state.frame : Py_None, state.occurrence, state.parameter_fqn,
+          static_cast<long long>(state.start), static_cast<long long>(state.thread), sizes_of(state));
+      if (!entry || PyList_Append(running, entry) < 0) {
+        Py_CLEAR(running);
+      }
+      Py_XDECREF(entry);
+    }
+    return running;
+  });
+}
+
+// ended() -> the numbers of the Nodes that have run.
+PyObject* pass_ended(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    const Pass& pass = *of(self).pass;
+    PyObject* numbers = PyList_New(0);
+    for (size_t i = 0; numbers && i < pass.state_count; ++i) {
+      if (pass.state(i).has_ended) {
+        const Owned number(PyLong_FromLongLong(pass.state(i).number));
+        if (!number || PyList_Append(numbers, number.get()) < 0) {
+          Py_CLEAR(numbers);
+        }
+      }
+    }
+    return numbers;
+  });
+}
+
+// release(): the hooks leave their Nodes.
+PyObject* pass_release(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    if (of(self).buffers) {
+      take_off(of(self));
+      end(of(self));
+    }
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* pass_next(PyObject* self) {
+  return PyLong_FromLong(of(self).pass->next_index.fetch_add(1));
+}
+
+PyObject* pass_task(PyObject* self, void*) {
+  const int task = of(self).pass->task.load();
+  if (task == -1) {
+    Py_RETURN_NONE;
+  }
+  return PyLong_FromLong(task);
+}
+
+int set_pass_task(PyObject* self, PyObject* value, void*) {
+  const long task = value == Py_None ? -1 : PyLong_AsLong(value);
+  if (task == -1 && PyErr_Occurred()) {
+    return -1;
+  }
+  of(self).pass->task.store(static_cast<int>(task));
+  return 0;
+}
+
+PyObject* pass_own_ns(PyObject* self, void*) {
+  const Pass& pass = *of(self).pass;
+  const double elapsed_ticks = static_cast<double>(ticks() - pass.began_ticks);
+  const double elapsed_ns = static_cast<double>(now() - pass.began_ns);
+  const double own = static_cast<double>(pass.own_ticks());
+  return PyLong_FromDouble(elapsed_ticks > 0 ? own * elapsed_ns / elapsed_ticks : 0.0);
+}
+
+PyObject* pass_late_hooks(PyObject* self, void*) {
+  return PyLong_FromLongLong(of(self).pass->late_hooks.load());
+}
+
+PyObject* pass_error(PyObject* self, void*) {
+  const std::string error = of(self).pass->error();
+  if (error.empty()) {
+    Py_RETURN_NONE;
+  }
+  return PyUnicode_DecodeUTF8(error.data(), error.size(), "replace");
+}
+
+PyMethodDef pass_methods[] = {
+    {"walk", pass_walk, METH_VARARGS, "Find every Node that can be reached from the roots."},
+    {"attach", pass_attach, METH_VARARGS, "Hook the Nodes that walk found."},
+    {"attach_leaves", pass_attach_leaves, METH_VARARGS, "Hook every AccumulateGrad that walk found, as far as it can."},
+    {"attach_leaf", pass_attach_leaf, METH_VARARGS, "Hook an AccumulateGrad that walk found."},
+    {"leaf", pass_leaf, METH_O, "An AccumulateGrad that walk found."},
+    {"close", pass_close, METH_NOARGS, "Record no more; what is running."},
+    {"ended", pass_ended, METH_NOARGS, "What has run."},
+    {"release", pass_release, METH_NOARGS, "Take the hooks off."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef pass_fields[] = {
+    {"task", pass_task, set_pass_task, "The engine's task, once a Node ran.", nullptr},
+    {"own_ns", pass_own_ns, nullptr, "What the hooks took.", nullptr},
+    {"late_hooks", pass_late_hooks, nullptr, "Gradients that a hook saw before ours.", nullptr},
+    {"error", pass_error, nullptr, "What went wrong in a hook.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyType_Slot pass_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(pass_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(pass_dealloc)},
+    {Py_tp_methods, pass_methods},
+    {Py_tp_getset, pass_fields},
+    {Py_tp_iternext, reinterpret_cast<void*>(pass_next)},
+    {Py_tp_doc, const_cast<char*>("One backward pass under watch. Its next is the next event_index.")},
+    {0, nullptr}};
+
+PyType_Spec pass_spec = {"gradtrace_native.Pass", sizeof(PyPass), 0, Py_TPFLAGS_DEFAULT, pass_slots};
+
+} // namespace
+} // namespace gradtrace

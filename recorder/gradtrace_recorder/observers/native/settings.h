@@ -1,0 +1,107 @@
+// What all passes of a recording share: where the fields of records lie, what names Nodes, memory that is used again.
+// Part of observer.cpp.
+#pragma once
+
+#include "journal.h"
+#include "tensors.h"
+
+#include <cstdlib>
+#include <new>
+#include <utility>
+
+namespace gradtrace {
+namespace {
+
+// Where the fields lie in the records that hooks write. Python hands it over.
+struct Fields {
+  int64_t event_index, autograd_seq, node_name, root, module_fqn, call_index, occurrence, parameter_fqn, thread,
+      start_ns, end_ns, grad_output_count, grad_input_count, grad_output_summary, grad_input_summary;
+  int64_t tensor_event_index, tensor_direction, tensor_position, tensor_shape, tensor_summary;
+  int64_t gradient_root, gradient_parameter_fqn, gradient_shape, gradient_summary;
+};
+
+template <class T>
+void put(char* record, int64_t offset, const T& value) {
+  std::memcpy(record + offset, &value, sizeof value);
+}
+
+// What names an AccumulateGrad: as numbers of strings, and the frame that stands for the parameter's module.
+struct LeafNames {
+  int32_t root = kNullInt32;
+  uint32_t holder = kNullString, parameter = kNullString;
+  PyObject* frame = nullptr;
+  PyObject* named = nullptr;
+  bool is_parameter = true;
+};
+
+// Memory of one kind that is used again by the next that wants no more: asking for it, and clearing it, is dear.
+class Spare {
+ public:
+  ~Spare() {
+    std::free(memory_);
+  }
+
+  // At least so many bytes, aligned to a line of the cache. `size` is what it has.
+  void* take(size_t wanted, size_t& size) {
+    {
+      const std::lock_guard<Lock> held(lock_);
+      if (memory_ && size_ >= wanted) {
+        size = size_;
+        return std::exchange(memory_, nullptr);
+      }
+    }
+    size = (wanted + 63) / 64 * 64;
+    void* memory = std::aligned_alloc(64, size);
+    if (!memory) {
+      throw std::bad_alloc();
+    }
+    return memory;
+  }
+
+  void give(void* memory, size_t size) {
+    {
+      const std::lock_guard<Lock> held(lock_);
+      if (!memory_ || size_ < size) {
+        std::swap(memory, memory_);
+        size_ = size;
+      }
+    }
+    std::free(memory);
+  }
+
+ private:
+  Lock lock_;
+  void* memory_ = nullptr;
+  size_t size_ = 0;
+};
+
+// A Node's name as the journal's number, by its type.
+struct NodeName {
+  uint32_t number = 0;
+  bool is_python = false; // each Function of Python's has a name of its own
+};
+
+// What all passes of a recording share.
+struct Buffers;
+
+struct Settings {
+  std::shared_ptr<Journal> journal;
+  Fields fields = {};
+  int node_kind = 0, tensor_kind = 0, gradient_kind = 0;
+  bool is_off = true, is_whole = false;
+  uint32_t dtypes[4] = {};
+  uint32_t incoming = 0, outgoing = 0;
+  int64_t zero_ns = 0;
+  PyObject* foreign = nullptr; // (tensor) -> bytes of Foreign; called with the GIL
+  std::unordered_map<PyObject*, LeafNames> leaves; // by the name's identity; under the GIL
+  std::unordered_map<const std::type_info*, NodeName> node_names; // under the GIL
+  Spare states, remembered; // the memory that the last pass gave back, on any thread
+  std::unique_ptr<Buffers> buffers; // the same, under the GIL
+
+  Settings();
+
+  ~Settings();
+};
+
+} // namespace
+} // namespace gradtrace
