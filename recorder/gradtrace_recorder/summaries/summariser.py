@@ -135,7 +135,7 @@ class Summariser:
 
     def combined(self, parts: Sequence[Packed | None]) -> Packed:
         """`values.combined`, of which some parts may be yet to come."""
-        if self._devices is None or self._devices.ring is None:
+        if self._devices is None or not self.uses_devices:
             return combined(parts)
         states = [part[STATE] for part in parts if part is not None]
         if STATE_PENDING not in states or STATE_SHAPE in states:
@@ -144,6 +144,11 @@ class Summariser:
         if len(present) == 1 and present[0][0] == 0:
             return present[0][1]
         return self._devices.combination(present)
+
+    @property
+    def uses_devices(self) -> bool:
+        """Whether some summaries come later: who combines or compares them goes by `combined` and their states."""
+        return self._devices is not None and self._devices.ring is not None
 
     def missed(self, reason: str, count: int) -> None:
         """So many summaries that a record waited for will not come. Called on the drain thread."""
