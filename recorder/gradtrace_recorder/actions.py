@@ -6,7 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gradtrace_schemas.journal import NULL_INT64
+
 if TYPE_CHECKING:
+    from gradtrace_recorder.summaries.device.times import Moment
     from gradtrace_recorder.summaries.values import Packed
 
 FORWARD, FULL, INPUT, WEIGHT = KINDS = (
@@ -22,14 +25,16 @@ class Action:
     """An action that has begun and is not over. `kind` is None where no row comes of it: a loss is computed."""
 
     __slots__ = (
-        "before", "follows_half", "has_run", "held", "kind", "microbatch", "own_half", "phase", "received", "sent",
-        "stage_index", "start_ns",
+        "before", "device_began", "device_ns", "follows_half", "has_run", "held", "kind", "microbatch", "own_half",
+        "phase", "received", "sent", "stage_index", "start_ns",
     )  # fmt: skip
 
     def __init__(self, stage_index: int | None, microbatch: int, kind: str | None) -> None:
         self.stage_index = stage_index
         self.microbatch = microbatch
         self.start_ns = 0
+        self.device_began: Moment | None = None
+        self.device_ns = NULL_INT64
         self.received: Packed | None = None
         self.sent: Packed | None = None
         self.has_run = False  # a backward function of torch, inside it

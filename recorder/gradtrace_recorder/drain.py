@@ -19,6 +19,7 @@ from gradtrace_recorder.claim import Claim
 from gradtrace_recorder.flight import Flight
 from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.summaries.device.join import Joiner
 from gradtrace_schemas import TABLES, layout
 from gradtrace_schemas.batches import arrow_table, write_part
 from gradtrace_schemas.digests import Digests
@@ -27,6 +28,9 @@ from gradtrace_schemas.journal_reader import heads, of_table
 
 # How often the thread says that the process lives, and tries again what failed.
 _BEAT_SECONDS = 1.0
+
+# How long what is written waits for what a device has yet to leave: while the job runs, and when it ends.
+_SETTLE_SECONDS, _END_SECONDS = 2.0, 1.0
 
 
 class Drain:
@@ -43,11 +47,14 @@ class Drain:
         problems: Problems,
         flight: Flight | None = None,
         flight_written: Callable[[], None] = lambda: None,
+        joiner: Joiner | None = None,
     ) -> None:
-        """In flight mode only what `flight` wants is drained; `flight_written` is called when parts hold it."""
+        """`joiner` brings to the records what devices leave. In flight mode only what `flight` wants is drained;
+        `flight_written` is called when parts hold it."""
         self._journal = journal
         self._flight = flight
         self._flight_written = flight_written
+        self._joiner = joiner
         self._claim = claim
         self._problems = problems
         self._digests = Digests()
@@ -76,12 +83,13 @@ class Drain:
             # After a failure (a disk that is full for a while) the journal fills up, and says so no more.
             is_asked = self._journal.half_is_full.wait(_BEAT_SECONDS)
             self._journal.beat(time.time_ns())
-            if not is_asked and not self._failed and self._flight is None:
+            if not is_asked and not self._failed and self._flight is None and self._joiner is None:
                 continue
             self._journal.half_is_full.clear()
             ending = self._ending.is_set()
             self._has_just_lost_the_directory()
             try:
+                self._join(None, 0.0)
                 if self._flight is not None:
                     self._flight.look()
                 self._drain(all_of_it=ending)
@@ -97,6 +105,24 @@ class Drain:
                 )
             if ending:
                 return
+
+    def _join(self, last: int | None, seconds: float) -> None:
+        """Bring to the records what devices have left; up to `last`, what comes within so many seconds."""
+        if self._joiner is None:
+            return
+        try:
+            if last is None:
+                self._joiner.join()
+            else:
+                self._joiner.settle(last, seconds)
+        except Exception as error:
+            self._joiner = None
+            self._problems.add(
+                f"what devices left could not be read, summaries and times of theirs are missing from here on: "
+                f"{type(error).__name__}: {error}"
+            )
+            if self._problems.strict:
+                raise
 
     def _has_just_lost_the_directory(self) -> bool:
         """Whether somebody removed the run's directory, which is said: what follows is written into a new one."""
@@ -129,6 +155,7 @@ class Drain:
                 last = self._prepared_to  # neither more nor less than what failed before
             if last < first:
                 return
+            self._join(last, _END_SECONDS if all_of_it else _SETTLE_SECONDS)
             self._write(journal.records(first, last), last)
             journal.mark_drained(last)
             if self._flight is not None and self._flight.written(last):

@@ -80,6 +80,10 @@ class Flight:
         if summary[_NAN_COUNT] or summary[_INF_COUNT]:
             self._seen = self._seen or "a value that is not finite in a gradient"
 
+    def saw_not_finite(self) -> None:
+        """A value that is not finite in a summary that a device left: it may be of a step before. Any thread."""
+        self._seen = self._seen or "a value that is not finite in a gradient"
+
     def saw_loss(self, loss: float | None) -> None:
         """A loss's value."""
         if loss is not None and not math.isfinite(loss):

@@ -53,6 +53,7 @@ HALF_RECORDS = 32_768
 STRINGS_BYTES = 8 << 20
 _MOST_TEXT_BYTES = 64 << 10
 _LONG_TEXT_BYTES = 256
+_AMENDED_AT_ONCE = 256
 
 # Native, where that is the same: it stores the word in one instruction, which no kill cuts in two.
 _pack_u64 = struct.Struct("@Q" if sys.byteorder == "little" else "<Q").pack_into
@@ -293,6 +294,32 @@ class JournalWriter:
             self._map, np.uint8, count * RECORD_BYTES, self._records_offset + place * RECORD_BYTES
         )
         return flat.reshape(count, RECORD_BYTES)
+
+    def amend(
+        self,
+        numbers: npt.NDArray[np.uint64],
+        offsets: npt.NDArray[np.int64],
+        data: npt.NDArray[np.uint8],
+    ) -> None:
+        """Write `data`, of shape (n, bytes), over the records of these numbers, each at its own offset.
+
+        Records that are drained, or that a ring has let go of, stay as they are. Called on the drain thread, which
+        holds the hooks up for a few of them at a time.
+        """
+        width = data.shape[1]
+        for offset in np.unique(offsets).tolist():
+            chosen = np.nonzero(offsets == offset)[0]
+            for start in range(0, len(chosen), _AMENDED_AT_ONCE):
+                some = chosen[start : start + _AMENDED_AT_ONCE]
+                with self.lock:
+                    if self._limit < 0:
+                        return
+                    some = some[numbers[some] > self._drained]
+                    size = self._places * RECORD_BYTES
+                    flat = np.frombuffer(self._map, np.uint8, size, self._records_offset)
+                    records = flat.reshape(self._places, RECORD_BYTES)
+                    places = (numbers[some].astype(np.int64) - 1) % self._places
+                    records[places, offset : offset + width] = data[some]
 
     def mark_drained(self, last: int) -> None:
         """All records up to `last` lie in parts: their half is free again, of a ring each place."""

@@ -85,6 +85,7 @@ class Names:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._tensors: dict[int, _Place] = {}
         self.is_settled = False
+        self.device: str | None = None  # type of the first root's device, None for the CPU
         # Torch's own records of sharded parameters (FSDP2), which know the tensor that stands in for each.
         self.sharded: list[weakref.ref[Any]] = []
 
@@ -129,6 +130,10 @@ class Names:
         if len(self._roots) % _ROOTS_BETWEEN_CLEARINGS == 0:
             self._forget_the_dead()
         self._scan(module, len(self._roots) - 1, parts)
+        if len(self._roots) == 1:
+            for _, tensor in self.tensors_of(0):
+                self.device = tensor.device.type if tensor.device.type != "cpu" else None
+                break
         name = self.module(module)
         assert name is not None
         return name

@@ -16,6 +16,7 @@ from gradtrace_recorder.observers.native.choice import Native
 from gradtrace_recorder.observers.replay import Replays
 from gradtrace_recorder.rows import Rows
 from gradtrace_recorder.settings import Settings
+from gradtrace_recorder.summaries.device.times import DeviceTimes, Nowhere
 from gradtrace_recorder.summaries.summariser import Summariser
 from gradtrace_recorder.timeline import Timeline
 from gradtrace_recorder.versions import Versions
@@ -39,6 +40,7 @@ class Recording:
     left: Left | None = None
     actions: Actions = field(default_factory=Actions)
     half_done: HalfDone = field(default_factory=HalfDone)
+    device_times: DeviceTimes = field(default_factory=lambda: DeviceTimes("off", Nowhere()))
     native: Native | None = None
     _noted: dict[tuple[int, int, str], int] = field(default_factory=dict)
 

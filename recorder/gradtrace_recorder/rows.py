@@ -171,6 +171,7 @@ class Rows:
         end_ns: int,
         error: str | None,
         ddp_sync: str | None,
+        device_ns: int = NULL_INT64,
     ) -> None:
         """A call into the engine that has returned or raised."""
         string = self._journal.string
@@ -187,7 +188,7 @@ class Rows:
             unattributed_count,
             start_ns,
             end_ns,
-            NULL_INT64,
+            device_ns,
             string(error),
             string(ddp_sync),
         )
@@ -253,6 +254,7 @@ class Rows:
         dtype: str,
         before: Packed | None,
         after: Packed | None,
+        device_ns: int = NULL_INT64,
     ) -> tuple[float | bytes, ...]:
         string = self._journal.string
         return (
@@ -265,6 +267,7 @@ class Rows:
             _int64(ready_ns),
             launched_ns,
             _int64(done_ns),
+            device_ns,
             _int32(root),
             string(module_fqn),
             string(kind),
@@ -302,10 +305,11 @@ class Rows:
         error: str | None = None,
         received: Packed | None = None,
         sent: Packed | None = None,
+        device_ns: int = NULL_INT64,
     ) -> tuple[float | bytes, ...]:
         string = self._journal.string
         return (
-            _int32(stage_index), string(kind), occurrence, start_ns, _int64(end_ns), NULL_INT64, string(error),
+            _int32(stage_index), string(kind), occurrence, start_ns, _int64(end_ns), device_ns, string(error),
             as_bytes(received), as_bytes(sent),
         )  # fmt: skip
 

@@ -149,6 +149,9 @@ class _Live:
         from gradtrace_recorder.flight import Flight
         from gradtrace_recorder.observers.native.choice import chosen_native, journal_of
         from gradtrace_recorder.rows import Rows
+        from gradtrace_recorder.summaries.device.devices import Devices
+        from gradtrace_recorder.summaries.device.join import Joiner
+        from gradtrace_recorder.summaries.device.times import DeviceTimes
         from gradtrace_recorder.summaries.summariser import Summariser
         from gradtrace_recorder.timeline import Timeline
         from gradtrace_recorder.versions import Versions
@@ -186,11 +189,15 @@ class _Live:
             trigger, wake = layout.trigger_file(run), journal.half_is_full.set
             flight = Flight(journal, settings.flight_steps, trigger, wake)
         rows = Rows(journal, timeline, flight)
+        self._devices = devices = Devices(problems.add, journal.half_is_full.set)
         library = None if native is None else native.library
-        summariser = Summariser(journal, settings.summary, strict=settings.strict, library=library)
+        summariser = Summariser(
+            journal, settings.summary, strict=settings.strict, library=library, devices=devices
+        )
+        times = DeviceTimes(settings.device_times, devices)
         self.recording = Recording(
             settings, problems, journal, timeline, summariser, rows,
-            versions=Versions(library), flight=flight, native=native,
+            versions=Versions(library), flight=flight, native=native, device_times=times,
         )  # fmt: skip
         timeline.at_end.append(self._write_step)
         self._about = {
@@ -216,6 +223,14 @@ class _Live:
             problems,
             flight,
             lambda: self._write_rank_file(complete=False),
+            Joiner(
+                journal,
+                lambda: devices.ring,
+                times,
+                summariser.missed,
+                norms_only=settings.summary == "norms",
+                flight=flight,
+            ),
         )
         self._drain.start()
 
@@ -227,10 +242,13 @@ class _Live:
         whole = self._drain.finish(timeout)
         if not whole:
             recording.journal.close(remove=False)
+        for reason, count in recording.device_times.missed.items():
+            recording.problems.add(f"{count} times on the device are missing: {reason}")
         # The journal goes last: a rank that is killed in between has said that it is complete.
         self._write_rank_file(complete=whole)
         if whole:
             recording.journal.close(remove=True)
+        self._devices.stop()
 
     def _write_step(self) -> None:
         timeline = self.recording.timeline
@@ -255,6 +273,7 @@ class _Live:
             {
                 **self._about,
                 "complete": complete,
+                "device": recording.names.device,
                 "last_step": recording.timeline.step,
                 "recorded": recording.journal.recorded,
                 "dropped": dict(recording.journal.dropped),

@@ -14,14 +14,16 @@ import pyarrow.parquet as pq
 
 from gradtrace_schemas.catalogue import SCHEMA_VERSION
 from gradtrace_schemas.journal import (
+    DEVICE_NS,
     NULL_BOOL,
     NULL_FLOAT_BITS,
     NULL_INT32,
     NULL_INT64,
     NULL_STRING,
+    is_pending_time,
 )
 from gradtrace_schemas.layout import PART_LAST_RECORD, PART_SCHEMA_VERSION
-from gradtrace_schemas.summary import STATE_FULL, STATE_NONE, STATE_SHAPE
+from gradtrace_schemas.summary import STATE_FULL, STATE_NONE, STATE_NORMS
 from gradtrace_schemas.table import (
     SHAPE,
     SKETCH_LANES,
@@ -102,8 +104,8 @@ def _summary_arrays(
 ) -> dict[str, pa.Array]:
     state = records["state"]
     nothing = state == STATE_NONE
-    no_norms = nothing | (state == STATE_SHAPE)
     not_full = state != STATE_FULL
+    no_norms = not_full & (state != STATE_NORMS)
     lanes = records["sketch"].astype(np.float32)
     if group.lanes != SKETCH_LANES:
         lanes = lanes.reshape(len(records), SKETCH_LANES // group.lanes, group.lanes).sum(
@@ -143,8 +145,10 @@ def _plain_array(column: Column, values: Records, strings: Sequence[str]) -> pa.
         return pa.array(values == 1, mask=values == NULL_BOOL)
     if pa.types.is_floating(column.type):
         return pa.array(values, mask=values.view(np.int64) == NULL_FLOAT_BITS)
-    null = NULL_INT32 if column.type == pa.int32() else NULL_INT64
-    return pa.array(values, type=column.type, mask=values == null)
+    is_null = values == (NULL_INT32 if column.type == pa.int32() else NULL_INT64)
+    if column.name == DEVICE_NS:
+        is_null |= is_pending_time(values)
+    return pa.array(values, type=column.type, mask=is_null)
 
 
 def _text(numbers: npt.NDArray[Any], strings: Sequence[str]) -> pa.Array:

@@ -14,7 +14,8 @@ from gradtrace_schemas.table import Table
 #    which rows a flight recording let go of.
 # 4  stage_events are recorded: which occurrence, with what error.
 # 5  ranks say which commit was checked out.
-SCHEMA_VERSION = 5
+# 6  node_events and buckets have a time on the device.
+SCHEMA_VERSION = 6
 
 # The order is that of a step; the position of a table is the kind of its journal records, so append only.
 ALL_TABLES: tuple[Table, ...] = (

@@ -28,7 +28,7 @@ _REDUCING_MODULE = nullable(
 
 BUCKETS = Table(
     name="buckets",
-    version=2,
+    version=3,
     doc="One row per gradient bucket that was reduced: of DDP, or a parameter group of FSDP2.",
     key=("attempt", "rank", "step", "backward_index", "root", "module_fqn", "bucket_index"),
     entries=(
@@ -53,6 +53,15 @@ BUCKETS = Table(
         Column("ready_ns", INT64, "Its first gradient was ready.", True),
         Column("launched_ns", INT64, "Its hook was called."),
         Column("done_ns", INT64, "Its future was done; null when that was never seen.", True),
+        since(
+            6,
+            Column(
+                "device_ns",
+                INT64,
+                "Time on the device from the call of its hook to the end of its reduction, where events were recorded.",
+                True,
+            ),
+        ),
         since(2, _REDUCING_ROOT),
         since(2, _REDUCING_MODULE),
         Column(

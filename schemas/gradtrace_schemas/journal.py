@@ -27,6 +27,7 @@ import struct
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from gradtrace_schemas.catalogue import ALL_TABLES, SCHEMA_VERSION
@@ -47,6 +48,21 @@ NULL_BOOL = 255
 NULL_FLOAT_BITS = 0x7FF8_6E75_6C6C_0000
 NULL_FLOAT: float = struct.unpack("<d", struct.pack("<q", NULL_FLOAT_BITS))[0]
 MAX_DIMENSIONS = 8
+
+DEVICE_NS = "device_ns"
+_MOST_TIMES = 1 << 48
+
+
+def pending_time(ticket: int) -> int:
+    """What stands in `device_ns` while the device has yet to come to that span's end. Read as null."""
+    return NULL_INT64 + 1 + ticket
+
+
+def is_pending_time(values: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which of these are such."""
+    found: npt.NDArray[np.bool_] = (values > NULL_INT64) & (values < NULL_INT64 + _MOST_TIMES)
+    return found
+
 
 HEADER = np.dtype(
     [

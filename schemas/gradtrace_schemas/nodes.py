@@ -71,7 +71,7 @@ BACKWARD_PASSES = Table(
 
 NODE_EVENTS = Table(
     name="node_events",
-    version=2,
+    version=3,
     doc="One row per autograd Node that ran in a backward pass, or was running when its rank was killed, or looked at. "
     "Of such a one nothing is known but where it is, and when it began.",
     key=(*_PASS_KEY, "event_index"),
@@ -111,6 +111,9 @@ NODE_EVENTS = Table(
         Column("thread", INT64, "Identifier of the thread that ran it.", encoding="dictionary"),
         START_NS,
         nullable(END_NS, "End, on the same clock; null while it runs."),
+        since(
+            6, Column("device_ns", INT64, "Time on the device, where events were recorded.", True)
+        ),
         Column("grad_output_count", INT32, "Gradients that came in, not counting None.", True),
         Column("grad_input_count", INT32, "Gradients that went out, not counting None.", True),
         SummaryColumns("grad_output_", "All gradients that came in, combined", NODE_SKETCH_LANES),

@@ -35,11 +35,16 @@ CHUNK = 4096
 # How much of a summary is there: nothing at all, everything, without fingerprint and sketch,
 # or only numel and dtype (a tensor that cannot be read here, such as a fake one).
 STATE_NONE, STATE_FULL, STATE_NORMS, STATE_SHAPE = 0, 1, 2, 3
+# A device has yet to leave it: `fingerprint` holds its ticket. Who finds it so reads numel and dtype alone.
+STATE_PENDING = 4
 
 _WEIGHT_SEED = 0xA0761D6478BD642F
-_MULTIPLIER_SEED = 0xD1B54A32D192ED03
+MULTIPLIER_SEED = 0xD1B54A32D192ED03
 _SKETCH_SEED = 0x8CB92BA72F3D8DD7
-_TURN_SEED = 0xABC98388FB8FAC03
+TURN_SEED = 0xABC98388FB8FAC03
+
+# splitmix64's factors.
+MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 Words = npt.NDArray[np.uint64]
 
@@ -47,8 +52,8 @@ Words = npt.NDArray[np.uint64]
 def mixed(values: npt.NDArray[Any], seed: int) -> Words:
     """splitmix64's finaliser over `values + seed`, elementwise, modulo 2^64."""
     z = values.astype(np.uint64) + np.uint64(seed)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_FACTORS[0])
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_FACTORS[1])
     return z ^ (z >> np.uint64(31))
 
 
@@ -68,7 +73,7 @@ def weights() -> npt.NDArray[np.int64]:
 
 def multipliers(first: int, count: int) -> npt.NDArray[np.int64]:
     """multiplier(c) for `count` chunks from `first`, as signed integers."""
-    drawn = mixed(np.arange(first, first + count), _MULTIPLIER_SEED)
+    drawn = mixed(np.arange(first, first + count), MULTIPLIER_SEED)
     return (drawn | np.uint64(1)).astype(np.int64)
 
 
@@ -83,7 +88,7 @@ def lanes() -> npt.NDArray[np.int64]:
 @functools.lru_cache(maxsize=1)
 def signs() -> npt.NDArray[np.float64]:
     """sign(j) for j below CHUNK, each +1 or -1."""
-    bits = mixed(np.arange(CHUNK), _SKETCH_SEED ^ _TURN_SEED) & np.uint64(1)
+    bits = mixed(np.arange(CHUNK), _SKETCH_SEED ^ TURN_SEED) & np.uint64(1)
     return 1.0 - 2.0 * bits.astype(np.float64)
 
 
@@ -101,7 +106,7 @@ def turns_and_flips(
     """turn(c) and flip(c) for `count` chunks from `first`. Chunk 0 is neither turned nor flipped: most
     tensors are no larger."""
     chunks = np.arange(first, first + count)
-    drawn = np.where(chunks == 0, np.uint64(0), mixed(chunks, _TURN_SEED))
+    drawn = np.where(chunks == 0, np.uint64(0), mixed(chunks, TURN_SEED))
     turns = (drawn & np.uint64(15)).astype(np.int64)
     return turns, 1.0 - 2.0 * ((drawn >> np.uint64(4)) & np.uint64(1)).astype(np.float64)
 

@@ -291,6 +291,16 @@ def test_a_run_of_the_fourth_schema_is_read_without_a_commit() -> None:
         ]
 
 
+def test_a_run_of_the_fifth_schema_is_read_without_times_on_the_device_of_nodes() -> None:
+    """Recorded by the version that wrote schema 5: two steps of a linear layer, each in two actions of stage 0."""
+    run = open_run(Path(__file__).resolve().parents[1] / "data" / "schema-5")
+    assert run.schema_version == 5 and run.notices == ()
+    with contextlib.closing(connect([run])) as connection:
+        nodes = "SELECT count(*), count(device_ns), count(DISTINCT node_name) FROM node_events"
+        assert connection.execute(nodes).fetchall() == [(12, 0, 5)]
+        assert connection.execute("SELECT device_ns FROM buckets").fetchall() == []
+
+
 def test_journal_of_format_2_is_read_with_null_where_columns_are_newer(tmp_path: Path) -> None:
     """Written by the recorder of schema 2: a pass that failed, and a Node that was running."""
     packed = Path(__file__).resolve().parents[1] / "data" / "journal-2.gz"

@@ -18,10 +18,12 @@ from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.observers.replay import NOT_REPLAYED, NodeReplay, Verdict
 from gradtrace_recorder.rows import NODE_EVENTS
+from gradtrace_recorder.summaries.device.times import Moment
 from gradtrace_recorder.summaries.handed_on import Gradients, handed_on, memory_address
 from gradtrace_recorder.summaries.summariser import Summariser, shape_fields, unasked
-from gradtrace_recorder.summaries.values import FINGERPRINT, NOTHING, Packed, as_bytes, combined
+from gradtrace_recorder.summaries.values import FINGERPRINT, NOTHING, STATE, Packed, as_bytes
 from gradtrace_schemas.journal import KINDS, NULL_BOOL, NULL_INT32, NULL_INT64, NULL_STRING
+from gradtrace_schemas.summary import STATE_PENDING
 
 if TYPE_CHECKING:
     from gradtrace_recorder.observers.python import PassWatch
@@ -47,6 +49,7 @@ class NodeHooks:
 
     __slots__ = (
         "came_in",
+        "device_began",
         "frame",
         "index",
         "is_maker",
@@ -82,6 +85,7 @@ class NodeHooks:
         self.replay: NodeReplay | None = None
         self.mutable_before: Packed | None = None
         self.local: tuple[tuple[int, ...], int, Packed] | None = None
+        self.device_began: Moment | None = None
         self.came_in: list[tuple[torch.dtype, torch.Size] | None] | None = None
         self.index = -1
         self.start = self.thread = self.own_ns = 0
@@ -121,6 +125,8 @@ class NodeHooks:
                 # Reentrant checkpointing switches gradients on inside; create_graph has them on.
                 watch.recording.attribution.node_begins(_get_sequence_nr(), frame)
                 self.is_maker = True
+            if watch.node_times is not None:
+                self.device_began = watch.node_times.begin_node()
             self.start = _clock() - watch.zero_ns
             watch.push_running(
                 self.thread,
@@ -151,6 +157,10 @@ class NodeHooks:
                 return
             end = _clock() - watch.zero_ns
             del watch.running[self.index]
+            device_ns = NULL_INT64
+            if watch.node_times is not None:
+                device_ns = watch.node_times.end(self.device_began)
+                self.device_began = None
             self.came_in = None
             if watch.half == "input" and watch.half_done is not None:
                 watch.half_done.add(self.number)
@@ -159,7 +169,7 @@ class NodeHooks:
                 if self.is_maker:
                     self._end_making(grad_inputs, grad_outputs)
                 # What the hook after accumulation took is ours, not the Node's.
-                self._record(end - self.own_ns, grad_inputs, grad_outputs)
+                self._record(end - self.own_ns, device_ns, grad_inputs, grad_outputs)
             self.own_ns = 0
             watch.totals.recorder_ns += _clock() - watch.zero_ns - end
         except Exception as error:
@@ -219,6 +229,7 @@ class NodeHooks:
         grad_input: Packed,
         mutated: int,
         replayed: Verdict,
+        device_ns: int = NULL_INT64,
     ) -> None:
         """The Node's row."""
         watch, frame = self.watch, self.frame
@@ -243,6 +254,7 @@ class NodeHooks:
             self.thread,
             self.start,
             end,
+            device_ns,
             came,
             went,
             outcome,
@@ -252,12 +264,16 @@ class NodeHooks:
             as_bytes(grad_input),
         )
 
-    def _record(self, end: int, grad_inputs: Gradients, grad_outputs: Gradients) -> None:
+    def _record(
+        self, end: int, device_ns: int, grad_inputs: Gradients, grad_outputs: Gradients
+    ) -> None:
         summariser = self.watch.recording.summariser
         came, went = _present(grad_outputs), _present(grad_inputs)
         if summariser.off:
             replayed = self._run_again(grad_inputs, grad_outputs, NULL_BOOL)
-            self.write(end, self.watch.ok, came, went, NOTHING, NOTHING, NULL_BOOL, replayed)
+            self.write(
+                end, self.watch.ok, came, went, NOTHING, NOTHING, NULL_BOOL, replayed, device_ns
+            )
             return
         if self.local is not None and len(grad_outputs) == 1 and grad_outputs[0] is not None:
             strides, address, packed = self.local
@@ -277,13 +293,16 @@ class NodeHooks:
             None if g is None else handed_on(summariser, g, grad_outputs, incoming)
             for g in grad_inputs
         ]
-        grad_output, grad_input = combined(incoming), combined(outgoing)
+        grad_output, grad_input = summariser.combined(incoming), summariser.combined(outgoing)
         mutated = NULL_BOOL
         if self.mutable_before is not None:
-            mutated = int(self.mutable_before[FINGERPRINT] != grad_output[FINGERPRINT])
+            if STATE_PENDING not in (self.mutable_before[STATE], grad_output[STATE]):
+                mutated = int(self.mutable_before[FINGERPRINT] != grad_output[FINGERPRINT])
             self.mutable_before = None
         replayed = self._run_again(grad_inputs, grad_outputs, mutated)
-        self.write(end, self.watch.ok, came, went, grad_output, grad_input, mutated, replayed)
+        self.write(
+            end, self.watch.ok, came, went, grad_output, grad_input, mutated, replayed, device_ns
+        )
         if came > 1:
             self._record_each(self.watch.incoming, grad_outputs, incoming)
         if went > 1:
@@ -326,7 +345,9 @@ def _present(gradients: Gradients) -> int:
 def _all_of(summariser: Summariser, gradients: Gradients) -> Packed | None:
     if summariser.off:
         return None
-    return combined([None if g is None else summariser.of_gradient(g) for g in gradients])
+    return summariser.combined(
+        [None if g is None else summariser.of_gradient(g) for g in gradients]
+    )
 
 
 never_compiled(NodeHooks)

@@ -92,6 +92,8 @@ class PassWatch:
         self.totals = timeline.totals
         self.append = journal.append
         self.flight = recording.flight
+        times = recording.device_times
+        self.node_times = times if times.of_nodes else None
         self.push_running = journal.push_running
         self.pop_running = journal.pop_running
         self.node_count = 0
@@ -182,6 +184,7 @@ class PassWatch:
         if failed:
             end = self.recording.timeline.now()
             for index, hooks in sorted(self.running.items()):
+                self.recording.device_times.forget(hooks.device_began)
                 hooks.write(end, self.failed, 0, 0, NOTHING, NOTHING, NULL_BOOL, NOT_REPLAYED)
                 if hooks.is_maker:
                     self.recording.attribution.node_failed(hooks.thread)

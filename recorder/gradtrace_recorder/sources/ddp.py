@@ -15,6 +15,9 @@ from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.relays import RELAYS, Relay, hook_name
 from gradtrace_recorder.sources.groups import collective_seq, write_reducing_module
 from gradtrace_recorder.sources.state import inside_backward, record_gradients
+from gradtrace_recorder.summaries.device.backends import is_on_device
+from gradtrace_recorder.summaries.device.times import Moment
+from gradtrace_schemas.journal import NULL_INT64
 
 P = ParamSpec("P")
 
@@ -41,7 +44,8 @@ class _Bucket:
     """A bucket that was launched and has no row yet."""
 
     __slots__ = (
-        "done_ns", "fields", "future", "held", "is_on_cpu", "parameter_ids", "place", "relay",
+        "device_began", "device_ns", "done_ns", "fields", "future", "held", "is_on_cpu", "parameter_ids", "place",
+        "relay",
     )  # fmt: skip
 
     def __init__(self, relay: Relay, parameter_ids: tuple[int, ...], *, is_on_cpu: bool) -> None:
@@ -50,6 +54,8 @@ class _Bucket:
         self.is_on_cpu = is_on_cpu
         self.future: Any = None
         self.done_ns: int | None = None
+        self.device_began: Moment | None = None
+        self.device_ns = NULL_INT64
         self.held: int | None = None
         self.place: tuple[int, int, int] = (0, 0, 0)
         self.fields: dict[str, Any] = {}
@@ -210,6 +216,9 @@ class DdpSource:
             opened.future = future
             if not relay.is_free:
                 future.add_done_callback(lambda _: self.done(opened))
+        elif isinstance(future, torch._C.Future) and opened.device_began is not None:
+            # Called in streams that wait for the reduction: the event is over when it is.
+            future.add_done_callback(lambda _: self.done_on_device(opened))
         opened.held = recording.rows.hold_bucket(*opened.place, **opened.fields)
 
     def done(self, opened: _Bucket) -> None:
@@ -217,6 +226,14 @@ class DdpSource:
         recording = self._gate.recording
         if recording is not None:
             opened.done_ns = recording.timeline.now()
+
+    @_guarded
+    def done_on_device(self, opened: _Bucket) -> None:
+        """The device has been given its reduction."""
+        recording, began = self._gate.recording, opened.device_began
+        opened.device_began = None
+        if recording is not None and began is not None:
+            opened.device_ns = recording.device_times.end(began)
 
     def _launched(self, recording: Recording, relay: Relay, bucket: Any) -> _Bucket:
         timeline = recording.timeline
@@ -229,7 +246,7 @@ class DdpSource:
         about = self._about(relay.ddp) if relay.ddp is not None else None
         buffer = bucket.buffer()
         index = bucket.index()
-        opened = _Bucket(relay, ids, is_on_cpu=buffer.device.type == "cpu")
+        opened = _Bucket(relay, ids, is_on_cpu=not is_on_device(buffer))
         opened.place = (timeline.step, timeline.microbatch, self._backward_index)
         ready = [self._ready[key] for key in ids if key in self._ready]
         root, module_fqn = self._place(recording, about, parameters)
@@ -252,6 +269,8 @@ class DdpSource:
             "before": recording.summariser.of(buffer),
         }
         self._open.append(opened)
+        if not opened.is_on_cpu:
+            opened.device_began = recording.device_times.begin()
         opened.fields["launched_ns"] = launched = timeline.now()
         timeline.totals.recorder_ns += launched - entered
         return opened
@@ -269,8 +288,15 @@ class DdpSource:
                 # A callback that notes the time may run a moment after the reducer has stopped waiting.
                 done_ns = bucket.done_ns or recording.timeline.now()
                 after = recording.summariser.of(result)
+            began, bucket.device_began = bucket.device_began, None
+            recording.device_times.forget(began)
             recording.rows.bucket(
-                bucket.held, *bucket.place, **bucket.fields, done_ns=done_ns, after=after
+                bucket.held,
+                *bucket.place,
+                **bucket.fields,
+                done_ns=done_ns,
+                after=after,
+                device_ns=bucket.device_ns,
             )
 
     def _about(self, ddp: Any) -> _Ddp:

@@ -29,9 +29,16 @@ from gradtrace_recorder.sources.ddp import DdpSource
 from gradtrace_recorder.sources.dry_runs import is_dry_run
 from gradtrace_recorder.sources.modules import ModuleSource
 from gradtrace_recorder.sources.state import inside_backward, record_gradients
+from gradtrace_recorder.summaries.device.times import Moment
 from gradtrace_recorder.summaries.summariser import unasked, unseen
 from gradtrace_recorder.versions import Change
-from gradtrace_schemas.journal import AFTER_BACKWARD, IN_BACKWARD, NULL_INT32, NULL_STRING
+from gradtrace_schemas.journal import (
+    AFTER_BACKWARD,
+    IN_BACKWARD,
+    NULL_INT32,
+    NULL_INT64,
+    NULL_STRING,
+)
 
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
@@ -159,6 +166,7 @@ class EngineSource:
                     gradient_ready=self._ddp.gradient_ready if self._ddp.has_models else None,
                 ),
             )
+            opened.device_began = recording.device_times.begin()
         open_passes.append(opened)
         thread = threading.get_ident()
         opened.place_before = recording.journal.place_of(thread)
@@ -199,6 +207,7 @@ class EngineSource:
         before = opened.place_before
         after: Place = (AFTER_BACKWARD, *opened.place)
         place = before if before[0] in INSIDE else after
+        opened.device_ns = recording.device_times.end(opened.device_began)
         recording.journal.move(threading.get_ident(), end, place)
         watch = opened.watch
         failed = watch.close(failed=error is not None) if watch is not None else None
@@ -263,6 +272,7 @@ class EngineSource:
             end,
             None if error is None else f"{type(error).__name__}: {str(error)[:400]}",
             ddp_sync,
+            opened.device_ns,
         )
 
     def _change(
@@ -332,6 +342,8 @@ class _OpenPass:
         self.watch: PassWatch | None = None
         self.loss: float | None = None
         self.root_node_name: str | None = None
+        self.device_began: Moment | None = None
+        self.device_ns = NULL_INT64
         self.start_ns = 0
         self.place_before = NOWHERE
         self.place = NOWHERE[1:]

@@ -19,6 +19,7 @@ from gradtrace_recorder.naming import walk
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.sources.ddp import DdpSource
 from gradtrace_recorder.sources.groups import collective_seq
+from gradtrace_recorder.summaries.device.times import Moment
 
 
 class FsdpSource:
@@ -114,13 +115,17 @@ class FsdpSource:
                 "dtype": str(buffer.dtype).removeprefix("torch."),
                 "before": recording.summariser.of(buffer),
             }
-            return {**fields, "launched_ns": recording.timeline.now()}
+            began = recording.device_times.begin()
+            return began, {**fields, "launched_ns": recording.timeline.now()}
         except Exception as error:
             self._guard.failed(error)
             return None
 
-    def _after(self, opened: dict[str, Any], output: torch.Tensor, group: Any) -> None:
+    def _after(
+        self, opened: tuple[Moment | None, dict[str, Any]], output: torch.Tensor, group: Any
+    ) -> None:
         recording = self._gate.recording
+        began, fields = opened
         if recording is None:
             return
         try:
@@ -132,7 +137,8 @@ class FsdpSource:
                 timeline.step,
                 timeline.microbatch,
                 self._ddp.backward_index,
-                **opened,
+                **fields,
+                device_ns=recording.device_times.end(began),
                 group=group.group_name,
                 collective_seq=collective_seq(group),
                 done_ns=done,

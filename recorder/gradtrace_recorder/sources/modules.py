@@ -30,7 +30,7 @@ from gradtrace_recorder.sources.state import (
     rng_fingerprint,
 )
 from gradtrace_recorder.summaries.summariser import named_tensors, unasked
-from gradtrace_recorder.summaries.values import Packed, combined
+from gradtrace_recorder.summaries.values import Packed
 from gradtrace_schemas.journal import AFTER_MODULE, IN_MODULE, NULL_INT32
 
 _get_ident = threading.get_ident
@@ -335,7 +335,7 @@ class ModuleSource:
     ) -> Packed | None:
         if not kwargs or recording.summariser.off or not named_tensors(kwargs):
             return inputs
-        return combined([inputs, recording.summariser.of_all(kwargs)])
+        return recording.summariser.combined([inputs, recording.summariser.of_all(kwargs)])
 
     def _stands_alone(self, recording: Recording, call: Call) -> bool:
         """Whether a compiled module ran without the call of what it wraps: then its call is that call."""

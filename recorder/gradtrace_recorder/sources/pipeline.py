@@ -235,6 +235,8 @@ class PipelineSource:
         self._waits.write_received(recording, action)
         if received is not None and is_recorded(recording):
             action.received = recording.summariser.of_all(received)
+        if action.kind is not None and is_recorded(recording):
+            action.device_began = recording.device_times.begin()
         action.start_ns = timeline.now()
         if action.kind is not None:
             self._hold(recording, action)
@@ -255,6 +257,7 @@ class PipelineSource:
     ) -> None:
         timeline = recording.timeline
         end = timeline.now()
+        action.device_ns = recording.device_times.end(action.device_began)
         opened = recording.actions.open
         while opened and opened.pop() is not action:
             pass
@@ -268,7 +271,9 @@ class PipelineSource:
             action.sent = recording.summariser.of_all(sent)
         place = (action.kind, action.stage_index, action.microbatch)
         over = (action.start_ns, end, action.held)
-        self._rows.write(recording, place, over, error, action.received, action.sent)
+        self._rows.write(
+            recording, place, over, error, action.received, action.sent, action.device_ns
+        )
         timeline.totals.recorder_ns += timeline.now() - end
 
     def _record_accumulated(self, recording: Recording, groups: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from gradtrace_recorder.actions import FORWARD, Action
 from gradtrace_recorder.recording import Recording
+from gradtrace_schemas.journal import NULL_INT64
 
 OPERATIONS = {
     "get_fwd_recv_ops": "receive_activations",
@@ -41,6 +42,7 @@ class StageRows:
         error: BaseException | None = None,
         received: Any = None,
         sent: Any = None,
+        device_ns: int = NULL_INT64,
     ) -> None:
         """The row of what is over."""
         step = recording.timeline.step
@@ -54,7 +56,7 @@ class StageRows:
         text = None if error is None else f"{type(error).__name__}: {str(error)[:400]}"
         recording.rows.stage_event(
             held, step, microbatch, stage_index=stage_index, kind=kind, occurrence=occurrence, start_ns=start,
-            end_ns=end, error=text, received=received, sent=sent,
+            end_ns=end, error=text, received=received, sent=sent, device_ns=device_ns,
         )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ import torch
 from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.recording import Recording
 from gradtrace_recorder.summaries.summariser import unseen
-from gradtrace_recorder.summaries.values import FINGERPRINT
+from gradtrace_recorder.summaries.values import FINGERPRINT, STATE
+from gradtrace_schemas.summary import STATE_PENDING
 
 
 def record_parameters_before(recording: Recording, root: int) -> None:
@@ -54,8 +55,20 @@ def inside_backward() -> bool:
 
 
 def rng_fingerprint(recording: Recording) -> int | None:
-    """Fingerprint of the CPU generator's state, which reading does not change."""
+    """Fingerprint of the states of the CPU's generator and, where CUDA is in use, of the current device's: both lie on
+    the host, and reading changes neither."""
     with unseen():
-        state = torch.get_rng_state()
-    summary = recording.summariser.of(state)
-    return None if summary is None else int(summary[FINGERPRINT])
+        states = [torch.get_rng_state(), *_device_states()]
+    summary = recording.summariser.of_all(states)
+    if summary is None or summary[STATE] == STATE_PENDING:
+        return None
+    return int(summary[FINGERPRINT])
+
+
+def _device_states() -> list[torch.Tensor]:
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return []
+    try:
+        return [torch.cuda.default_generators[torch.cuda.current_device()].get_state()]
+    except RuntimeError:
+        return []  # a generator that a graph holds

@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrace_recorder.guard import is_of_a_signal_handler
 from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.summaries.device.backends import is_on_device
+from gradtrace_recorder.summaries.device.devices import Devices, NotNow
 from gradtrace_recorder.summaries.native import NativeSummary
 from gradtrace_recorder.summaries.torch_ops import Numbers, TorchSummary
-from gradtrace_recorder.summaries.values import Packed, combined, unread
+from gradtrace_recorder.summaries.values import NO_LANES, STATE, Packed, combined, unread
 from gradtrace_schemas.journal import MAX_DIMENSIONS, NULL_BOOL
-from gradtrace_schemas.summary import STATE_FULL, STATE_NORMS
+from gradtrace_schemas.summary import STATE_FULL, STATE_NORMS, STATE_PENDING, STATE_SHAPE
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -34,15 +36,23 @@ class Summariser:
     """
 
     def __init__(
-        self, journal: JournalWriter, summary: str, *, strict: bool = False, library: Any = None
+        self,
+        journal: JournalWriter,
+        summary: str,
+        *,
+        strict: bool = False,
+        library: Any = None,
+        devices: Devices | None = None,
     ) -> None:
-        """`library` is the native one, None where it is not used."""
+        """`library` is the native one, None where it is not used. Of tensors that are not on the CPU those are
+        summarised that `devices` knows."""
         self.off = summary == "off"
         self.unsummarised: collections.Counter[str] = collections.Counter()
         self._strict = strict
         self._norms_only = summary == "norms"
         self._state = STATE_NORMS if self._norms_only else STATE_FULL
         self._journal = journal
+        self._devices = devices
         self._dtypes: dict[torch.dtype, int] = {}
         if library is None:
             self._ways = TorchSummary(norms_only=self._norms_only)
@@ -54,7 +64,7 @@ class Summariser:
         """The tensor's packed summary; None where summaries are off."""
         if self.off:
             return None
-        reason = _unreadable(tensor)
+        reason = self._unreadable(tensor)
         if reason is not None:
             return self._unread(tensor, reason)
         try:
@@ -65,8 +75,10 @@ class Summariser:
             with unseen(), torch.no_grad():
                 parts = _dense_parts(tensor)
                 if parts is not None:
-                    return combined([self._strided(part) for part in parts])
+                    return self.combined([self._strided(part) for part in parts])
             return self._unread(tensor, f"subclass {type(tensor).__name__}")
+        except NotNow as error:
+            return self._unread(tensor, str(error))
         except Exception as error:
             # One odd tensor is one summary less, not the end of its source.
             if self._strict or is_of_a_signal_handler(error):
@@ -77,13 +89,15 @@ class Summariser:
         """The summary of each: what `of` gives, in a few calls for all plain ones."""
         if self.off:
             return [None] * len(tensors)
+        if self._devices is not None and self._devices.is_asked(tensors):
+            return self._of_each_on_devices(self._devices, tensors)
         made: dict[int, Packed] = {}
         try:
             with unseen():
                 plain = {
                     at: tensor.detach()
                     for at, tensor in enumerate(tensors)
-                    if _is_plain(tensor) and _unreadable(tensor) is None
+                    if _is_plain(tensor) and self._unreadable(tensor) is None
                 }
                 numbers = self._ways.each(list(plain.values()))
                 for (at, tensor), found in zip(plain.items(), numbers, strict=True):
@@ -126,9 +140,69 @@ class Summariser:
         if self.off:
             return None
         tensors = [tensor for _, tensor in named_tensors(values)]
-        return combined([self.of(tensor) for tensor in tensors]) if tensors else None
+        return self.combined([self.of(tensor) for tensor in tensors]) if tensors else None
+
+    def _of_each_on_devices(
+        self, devices: Devices, tensors: Sequence[torch.Tensor]
+    ) -> list[Packed | None]:
+        """Those of one device together, in few launches."""
+        found: list[Packed | None] = [None] * len(tensors)
+        together: dict[torch.device, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            if (
+                devices.has(tensor.device)
+                and self._unreadable(tensor) is None
+                and _is_plain(tensor)
+                and tensor.numel()
+            ):
+                together.setdefault(tensor.device, []).append(place)
+        for places in together.values():
+            for place, packed in zip(
+                places, self._listed([tensors[p] for p in places]), strict=True
+            ):
+                found[place] = packed
+        return [p or self.of(tensor) for p, tensor in zip(found, tensors, strict=True)]
+
+    def combined(self, parts: Sequence[Packed | None]) -> Packed:
+        """`values.combined`, of which some parts may be yet to come."""
+        if self._devices is None or not self.uses_devices:
+            return combined(parts)
+        states = [part[STATE] for part in parts if part is not None]
+        if STATE_PENDING not in states or STATE_SHAPE in states:
+            return combined(parts)
+        present = [(place, part) for place, part in enumerate(parts) if part is not None]
+        if len(present) == 1 and present[0][0] == 0:
+            return present[0][1]
+        return self._devices.combination(present)
+
+    @property
+    def uses_devices(self) -> bool:
+        """Whether some summaries come later: who combines or compares them goes by `combined` and their states."""
+        return self._devices is not None and self._devices.ring is not None
+
+    def missed(self, reason: str, count: int) -> None:
+        """So many summaries that a record waited for will not come. Called on the drain thread."""
+        self.unsummarised[reason] += count
+
+    def _listed(self, tensors: Sequence[torch.Tensor]) -> list[Packed | None]:
+        assert self._devices is not None
+        dtypes = [self._dtype(tensor.dtype) for tensor in tensors]
+        try:
+            with unseen():
+                return list(self._devices.summaries([t.detach() for t in tensors], dtypes))
+        except Exception as error:
+            if (self._strict and not isinstance(error, NotNow)) or is_of_a_signal_handler(error):
+                raise
+            return [None] * len(tensors)  # one by one, each with its own reason
 
     def _strided(self, tensor: torch.Tensor) -> Packed:
+        if is_on_device(tensor):
+            if not tensor.numel():
+                zeros: Packed = (0, 0.0, 0.0, 0.0, 0, 0, 0, *NO_LANES)
+                return (*zeros, self._dtype(tensor.dtype), self._state)
+            if self._devices is None or not self._devices.has(tensor.device):
+                raise NotNow(f"on {tensor.device.type}")
+            return self._devices.summary(tensor.detach(), self._dtype(tensor.dtype))
         return self._packed(tensor, self._ways.numbers(tensor.detach()))
 
     def _packed(self, tensor: torch.Tensor, numbers: Numbers) -> Packed:
@@ -139,6 +213,31 @@ class Summariser:
             self._dtype(tensor.dtype),
             self._state,
         )
+
+    def _unreadable(self, tensor: torch.Tensor) -> str | None:
+        """Why a tensor's values cannot be read here, or None where they can."""
+        functorch = torch._C._functorch
+        if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(
+            tensor
+        ):
+            return "functorch wrapper"
+        if is_lazy(tensor):
+            return "not yet initialised"
+        if tensor.is_quantized:
+            return "quantized"
+        if tensor.device.type != "cpu" and (
+            self._devices is None or not self._devices.has(tensor.device)
+        ):
+            # Reading its values would synchronise.
+            return f"on {tensor.device.type}"
+        subclasses = sys.modules.get("torch._subclasses.fake_tensor")
+        if subclasses is not None and isinstance(tensor, subclasses.FakeTensor):
+            return "fake tensor"
+        if torch._C._get_tracing_state() is not None:
+            return "tracing"
+        if _is_plain(tensor) and _is_freed(tensor):
+            return "freed storage"
+        return None
 
     def _unread(self, tensor: torch.Tensor, reason: str) -> Packed:
         self.unsummarised[reason] += 1
@@ -220,28 +319,6 @@ def _named_items(values: Any) -> list[tuple[Any, Any]]:
     if held is None:  # a class with `__slots__`
         return [(key, getattr(values, key, None)) for key in fields]
     return [(key, held.get(key)) for key in fields]  # past properties, which may do anything
-
-
-def _unreadable(tensor: torch.Tensor) -> str | None:
-    """Why a tensor's values cannot be read here, or None where they can."""
-    functorch = torch._C._functorch
-    if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor):
-        return "functorch wrapper"
-    if is_lazy(tensor):
-        return "not yet initialised"
-    if tensor.is_quantized:
-        return "quantized"
-    if tensor.device.type != "cpu":
-        # A device's values come with the device summaries: reading them here would synchronise.
-        return f"on {tensor.device.type}"
-    subclasses = sys.modules.get("torch._subclasses.fake_tensor")
-    if subclasses is not None and isinstance(tensor, subclasses.FakeTensor):
-        return "fake tensor"
-    if torch._C._get_tracing_state() is not None:
-        return "tracing"
-    if _is_plain(tensor) and _is_freed(tensor):
-        return "freed storage"
-    return None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

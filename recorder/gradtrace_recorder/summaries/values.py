@@ -31,7 +31,7 @@ _NOTHING_BYTES = _SUMMARY.pack(*NOTHING)
 LARGEST_FLOAT32 = 3.4028234663852886e38
 
 # Far from the chunks' multipliers, so that a tuple of tensors is no shard of anything.
-_POSITIONS = [int(m) for m in multipliers(1 << 40, 64)]
+POSITIONS = [int(m) for m in multipliers(1 << 40, 64)]
 
 
 def as_bytes(packed: Packed | None) -> bytes:
@@ -71,7 +71,7 @@ def combined(parts: Sequence[Packed | None]) -> Packed:
         total += part[3]
         nans += int(part[4])
         infs += int(part[5])
-        fingerprint += int(part[FINGERPRINT]) * _POSITIONS[position % 64]
+        fingerprint += int(part[FINGERPRINT]) * POSITIONS[position % 64]
         for lane in range(SKETCH_LANES):
             lanes[(lane + position) % SKETCH_LANES] += part[FIRST_LANE + lane]
     state = STATE_NORMS if STATE_NORMS in states else STATE_FULL

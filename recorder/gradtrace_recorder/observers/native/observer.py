@@ -95,6 +95,10 @@ class NativeObserver(PythonObserver):
         """Why this pass is left to Python, None where it is not."""
         if not recording.settings.records("nodes"):
             return "Nodes are not recorded"
+        if recording.summariser.uses_devices:
+            return "summaries are made on a device"
+        if recording.device_times.of_nodes:
+            return "Nodes are timed on a device"
         if call.create_graph:
             return "create_graph"
         if len(self._open) > 1:
@@ -129,7 +133,8 @@ class _Shared:
         null = (NULL_BOOL, NULL_BOOL, NULL_FLOAT)
         self._node = _record(
             "node_events",
-            outcome=string("ok"), grad_output_mutated=null[0], replay_equal=null[1], replay_error=null[2],
+            device_ns=NULL_INT64, outcome=string("ok"), grad_output_mutated=null[0], replay_equal=null[1],
+            replay_error=null[2],
             grad_output_summary=nothing, grad_input_summary=nothing,
         )  # fmt: skip
         self._tensor = _record("node_tensors", summary=nothing)

@@ -1,0 +1,121 @@
+"""Times on a device: of the span that was asked for, from a bounded pool, and none where none can be had."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gradtrace_recorder.summaries.device.times import DeviceTimes
+from gradtrace_schemas.journal import NULL_INT64
+from support.host_device import HostEvent, HostStream
+
+
+class OneStream:
+    """One stream to record on."""
+
+    def __init__(self) -> None:
+        self.stream = HostStream()
+        self.where: str | None = "host"
+        self.made = 0
+        self.may_read = True
+        self.is_broken = False
+
+    def place(self) -> str | None:
+        return self.where
+
+    def event(self, place: object) -> HostEvent:
+        self.made += 1
+        stream = self
+
+        class Event(HostEvent):
+            def query(self) -> bool:
+                if stream.is_broken:
+                    raise RuntimeError("an illegal memory access")
+                return super().query()
+
+        return Event(self.stream)
+
+    def begin_reading(self) -> bool:
+        return self.may_read
+
+
+@pytest.fixture
+def place() -> Iterator[OneStream]:
+    made = OneStream()
+    yield made
+    made.stream.end()
+
+
+def test_a_span_takes_the_time_of_what_lies_between(place: OneStream) -> None:
+    times = DeviceTimes("stages", place)
+    place.stream.give(lambda: time.sleep(0.05))
+    outer = times.begin()
+    place.stream.give(lambda: time.sleep(0.02))
+    inner = times.end(times.begin())
+    code = times.end(outer)
+    assert code != inner and times.is_waiting(code)
+    place.stream.wait()
+    codes, found = times.read()
+    took = dict(zip(codes.tolist(), found.tolist(), strict=True))
+    assert 20_000_000 <= took[code] < 50_000_000 and took[inner] < 10_000_000
+    assert not times.is_waiting(code)
+
+
+def test_nothing_is_read_before_the_device_has_come_to_it(place: OneStream) -> None:
+    times = DeviceTimes("stages", place)
+    place.stream.hold()
+    code = times.end(times.begin())
+    assert times.read()[0].tolist() == [] and times.is_waiting(code)
+    place.stream.release()
+    place.stream.wait()
+    assert times.read()[0].tolist() == [code]
+
+
+def test_events_are_used_again_and_never_more_than_allowed(place: OneStream) -> None:
+    times = DeviceTimes("stages", place, most=4)
+    place.stream.hold()
+    codes = [times.end(times.begin()) for _ in range(3)]
+    assert codes[2] == NULL_INT64 and times.missed == {"no event was free": 1}
+    place.stream.release()
+    place.stream.wait()
+    assert len(times.read()[0]) == 2
+    for _ in range(20):
+        assert times.end(times.begin()) != NULL_INT64
+        place.stream.wait()
+        times.read()
+    assert place.made == 4
+
+
+def test_an_end_that_cannot_be_recorded_gives_its_beginning_back(place: OneStream) -> None:
+    times = DeviceTimes("stages", place, most=2)
+    for elsewhere in (None, "another device"):
+        begun = times.begin()
+        place.where = elsewhere
+        assert times.end(begun) == NULL_INT64
+        place.where = "host"
+    times.forget(times.begin())
+    assert times.end(times.begin()) != NULL_INT64
+
+
+def test_levels_say_what_is_timed(place: OneStream) -> None:
+    of = {level: DeviceTimes(level, place) for level in ("off", "stages", "nodes")}
+    timed = {level: (t.begin() is not None, t.begin_node() is not None) for level, t in of.items()}
+    assert timed == {"off": (False, False), "stages": (True, False), "nodes": (True, True)}
+
+
+def test_a_device_that_failed_is_asked_no_more(place: OneStream) -> None:
+    times = DeviceTimes("stages", place)
+    code = times.end(times.begin())
+    place.is_broken = True
+    assert times.read()[0].tolist() == [] and not times.is_waiting(code)
+    assert times.missed == {"RuntimeError": 1} and times.begin() is None
+
+
+def test_where_a_thread_of_ours_may_not_ask_there_are_no_times(place: OneStream) -> None:
+    place.may_read = False
+    times = DeviceTimes("stages", place)
+    code = times.end(times.begin())
+    assert times.read()[0].tolist() == [] and not times.is_waiting(code)
+    assert times.begin() is None and sum(times.missed.values()) == 1
