@@ -58,13 +58,16 @@ class Bench:
             self.journal, lambda: self.ring, self.times, self.count, norms_only=norms_only
         )
 
-    def place(self) -> str:
+    def place(self, of: object = None) -> str:
         return "host"
 
-    def event(self, place: object) -> HostEvent:
-        return self.backend.event()
+    def takes(self, place: object) -> bool:
+        return True
 
-    def begin_reading(self) -> bool:
+    def event(self, place: object) -> HostEvent:
+        return self.backend.event(0)
+
+    def begin_reading(self, place: object) -> bool:
         return True
 
     def count(self, reason: str, count: int) -> None:

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 import gradtrace_recorder
+from gradtrace_recorder.summaries.device import torch_rows
 from gradtrace_recorder.summaries.device.ring import RING_ROWS
 from gradtrace_recorder.summaries.device.torch_rows import TorchRows
-from support.host_device import HostBackend, HostLauncher, host_device
+from support.host_device import HostBackend, HostLauncher, InlineBackend, host_device
 from support.launcher import ranks
 from support.recorded import recording, rows
 
@@ -195,7 +196,7 @@ class Failing(HostLauncher):
     def launch(self, tensor: torch.Tensor, ticket: int) -> None:
         raise RuntimeError("invalid configuration argument")
 
-    def launch_many(self, tensors: Any, tickets: Any) -> list[int]:
+    def launch_many(self, tensors: Any, tickets: Any) -> list[int | None]:
         raise RuntimeError("invalid configuration argument")
 
 
@@ -206,6 +207,15 @@ class FailingBackend(HostBackend):
         return Failing(self.stream, TorchRows(rows, device))
 
 
+class WithoutTriton(InlineBackend):
+    """Its launches are made by torch's operations: no kernel becomes ready."""
+
+    def open(self, *about: Any) -> Any:
+        launches = super().open(*about)
+        launches.readiness.is_over = True
+        return launches
+
+
 def test_a_launch_that_fails_costs_its_summary_alone(tmp_path: Path) -> None:
     with host_device(FailingBackend), recording(tmp_path / "run", strict=False):
         losses = train(1)
@@ -213,6 +223,32 @@ def test_a_launch_that_fails_costs_its_summary_alone(tmp_path: Path) -> None:
     facts = json.loads(next((tmp_path / "run" / "ranks").glob("*.json")).read_text())
     assert facts["unsummarised"]["torch.float32 torch.strided: RuntimeError"] > 0
     assert not facts["problems"]
+
+
+def test_what_is_too_large_without_the_kernel_is_left_out_and_the_others_are_launched_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_rows, "MOST_BLOCKS", 0)  # of one block: what has more than no element
+    asked: list[int] = []
+    launch = TorchRows.launch
+
+    def counted(rows: TorchRows, tensor: torch.Tensor, ticket: int) -> None:
+        asked.append(ticket)
+        limit = 1 if tensor.numel() <= 6 else 0
+        monkeypatch.setattr(torch_rows, "MOST_BLOCKS", limit)
+        launch(rows, tensor, ticket)
+
+    monkeypatch.setattr(TorchRows, "launch", counted)
+    with host_device(WithoutTriton), recording(tmp_path / "run", detail="params"):
+        net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 9))
+        net(torch.ones(1, 3)).sum().backward()
+    found = rows(
+        tmp_path / "run", "SELECT parameter_fqn, norm > 0 FROM parameters ORDER BY record_index"
+    )
+    assert found == [("0.weight", True), ("0.bias", True), ("1.weight", None), ("1.bias", None)]
+    facts = json.loads(next((tmp_path / "run" / "ranks").glob("*.json")).read_text())
+    assert set(facts["unsummarised"]) == {"too large without the kernel"}
+    assert not facts["problems"] and len(asked) == len(set(asked))
 
 
 def test_a_device_whose_memory_cannot_be_had_is_said_once(

@@ -28,7 +28,7 @@ class Event(Protocol):
     """A point in a stream of a device."""
 
     def record(self) -> None:
-        """Put it behind what the calling thread's current stream has been given so far."""
+        """Put it behind what the current stream of its device (the calling thread's) has been given so far."""
 
     def query(self) -> bool:
         """Whether the device has come to it. Does not wait."""
@@ -40,27 +40,35 @@ class Event(Protocol):
 class Places(Protocol):
     """Where events can be recorded."""
 
-    def place(self) -> Hashable | None:
-        """The device of the calling thread's current stream; None where nothing is to be recorded in it now."""
+    def place(self, of: Any = None) -> Hashable | None:
+        """The device of the tensor `of`, else the calling thread's; None where nothing is to be recorded in its
+        current stream now."""
+
+    def takes(self, place: Hashable) -> bool:
+        """Whether that device's current stream takes an event now."""
 
     def event(self, place: Hashable) -> Event:
         """A new event for that device."""
 
-    def begin_reading(self) -> bool:
-        """Called first on the thread that asks events: whether it may."""
+    def begin_reading(self, place: Hashable) -> bool:
+        """Called first on the thread that asks events, with the device of one: whether it may."""
 
 
 class Nowhere:
     """There is no device."""
 
-    def place(self) -> None:
+    def place(self, of: Any = None) -> None:
         """None."""
+
+    def takes(self, place: Hashable) -> bool:
+        """Never called."""
+        return False
 
     def event(self, place: Hashable) -> Event:
         """Never called."""
         raise NotImplementedError
 
-    def begin_reading(self) -> bool:
+    def begin_reading(self, place: Hashable) -> bool:
         """There is nothing to read."""
         return False
 
@@ -92,21 +100,27 @@ class DeviceTimes:
         self._is_over = False
         self._may_read: bool | None = None
 
-    def begin(self) -> Moment | None:
-        """Record the beginning of a pass, an action or a bucket; None where there is nothing to record."""
-        return self._record() if self.of_stages and not self._is_over else None
+    def begin(self, of: Any = None) -> Moment | None:
+        """Record the beginning of a pass, an action or a bucket, on the device of that tensor, else on the thread's
+        own; None where there is nothing to record."""
+        if not self.of_stages or self._is_over:
+            return None
+        return self._record(self._places.place(of))
 
     def begin_node(self) -> Moment | None:
         """The same of a Node."""
-        return self._record() if self.of_nodes and not self._is_over else None
+        if not self.of_nodes or self._is_over:
+            return None
+        return self._record(self._places.place())
 
     def end(self, begun: Moment | None) -> int:
-        """Record the end of what has begun: what stands in `device_ns` until the drain thread knows."""
+        """Record the end of what has begun, on the same device: what stands in `device_ns` until the drain thread
+        knows."""
         if begun is None:
             return NULL_INT64
-        ended = self._record()
+        ended = self._record(begun.place if self._places.takes(begun.place) else None)
         with self._lock:
-            if ended is None or ended.place != begun.place or self._is_over:
+            if ended is None or self._is_over:
                 self.forget(begun)
                 self.forget(ended)
                 return NULL_INT64
@@ -127,7 +141,7 @@ class DeviceTimes:
         with self._lock:
             spans = list(self._spans.items())
         if spans and self._may_read is None:
-            self._may_read = self._places.begin_reading()
+            self._may_read = self._places.begin_reading(spans[0][1][0].place)
             if not self._may_read:
                 self._end_for_good("events cannot be asked on a thread of ours")
         codes, times, waiting = [], [], 0
@@ -161,8 +175,7 @@ class DeviceTimes:
             self.missed[why] += len(self._spans)
             self._spans.clear()
 
-    def _record(self) -> Moment | None:
-        place = self._places.place()
+    def _record(self, place: Hashable | None) -> Moment | None:
         if place is None:
             return None
         with self._lock:
