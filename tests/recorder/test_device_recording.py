@@ -251,6 +251,38 @@ def test_what_is_too_large_without_the_kernel_is_left_out_and_the_others_are_lau
     assert not facts["problems"] and len(asked) == len(set(asked))
 
 
+class BreaksDown(HostBackend):
+    """A device that fails: whatever it is asked then raises, as CUDA does after a kernel's error."""
+
+    is_broken = False
+
+    def is_capturing(self, index: int | None) -> bool:
+        if self.is_broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return False
+
+
+def test_where_a_device_fails_the_row_of_the_failure_is_written(tmp_path: Path) -> None:
+    """What asks the device for times and summaries raises then, too: and the job's own error is what counts."""
+    with host_device(BreaksDown) as device, recording(tmp_path / "run", strict=False):
+        assert isinstance(device, BreaksDown)
+        net = nn.Linear(3, 2)
+        net(torch.ones(1, 3)).sum().backward()
+        loss = net(torch.ones(1, 3)).sum()
+
+        def fail(_: torch.Tensor) -> None:
+            device.is_broken = True
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+        net.bias.register_hook(fail)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            loss.backward()
+    query = "SELECT backward_index, exception_type FROM failures"
+    assert rows(tmp_path / "run", query) == [(1, "RuntimeError")]
+    facts = json.loads(next((tmp_path / "run" / "ranks").glob("*.json")).read_text())
+    assert [p for p in facts["problems"] if "source" in p] == []
+
+
 def test_a_device_whose_memory_cannot_be_had_is_said_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -187,5 +187,9 @@ def enter(index: int) -> bool:
                 or driver.cuCtxSetCurrent(context)
             )
         return not failed and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
-    except (OSError, AttributeError):
+    except (
+        OSError,
+        AttributeError,
+        RuntimeError,
+    ):  # no driver of NVIDIA's, or a device that has failed
         return False

@@ -105,20 +105,20 @@ class DeviceTimes:
         own; None where there is nothing to record."""
         if not self.of_stages or self._is_over:
             return None
-        return self._record(self._places.place(of))
+        return self._record(None, of)
 
     def begin_node(self) -> Moment | None:
         """The same of a Node."""
         if not self.of_nodes or self._is_over:
             return None
-        return self._record(self._places.place())
+        return self._record(None)
 
     def end(self, begun: Moment | None) -> int:
         """Record the end of what has begun, on the same device: what stands in `device_ns` until the drain thread
         knows."""
         if begun is None:
             return NULL_INT64
-        ended = self._record(begun.place if self._places.takes(begun.place) else None)
+        ended = self._record(begun.place)
         with self._lock:
             if ended is None or self._is_over:
                 self.forget(begun)
@@ -175,16 +175,26 @@ class DeviceTimes:
             self.missed[why] += len(self._spans)
             self._spans.clear()
 
-    def _record(self, place: Hashable | None) -> Moment | None:
-        if place is None:
-            return None
-        with self._lock:
-            free = self._free.get(place)
-            if not free and self._out >= self._most:
-                self.missed["no event was free"] += 1
+    def _record(self, place: Hashable | None, of: Any = None) -> Moment | None:
+        """On that device, or on the one where the tensor lies. Never raises for a device that has failed: the rows that
+        say so are written by the caller."""
+        try:
+            if place is None:
+                place = self._places.place(of)
+            elif not self._places.takes(place):
                 return None
-            event = free.pop() if free else self._places.event(place)
-            self._out += 1
-        event.record()
+            if place is None:
+                return None
+            with self._lock:
+                free = self._free.get(place)
+                if not free and self._out >= self._most:
+                    self.missed["no event was free"] += 1
+                    return None
+                event = free.pop() if free else self._places.event(place)
+                self._out += 1
+            event.record()
+        except RuntimeError as error:
+            self._end_for_good(type(error).__name__)
+            return None
         self.is_used = True
         return Moment(event, place)
