@@ -3,8 +3,9 @@
 A tensor is cut into chunks of 4,096 elements, as its summary is defined. Each program takes every so-manieth chunk,
 adds up what it found and leaves that in a workspace; the program that ends last adds up the workspace, in the order
 of the programs, and writes the row. How many programs there are follows from the tensor's size alone, and nothing is
-added by an atomic operation but the count of programs that have ended: so the bits are the same each time, on every
-device.
+added by an atomic operation but the count of programs that have ended: so the bits are the same each time. Those of
+fingerprint, counts and largest value are so everywhere. In which order a program adds up its own sums is Triton's
+choice, and may differ between versions and kinds of devices.
 
 Within a chunk elements are read in an order in which place k of each 16 belongs to lane k of the sketch: the sketch
 is then a sum over one axis. All sums are in 64 bits, of integers and of floating-point numbers. What is not finite is
