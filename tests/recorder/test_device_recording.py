@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -139,6 +140,34 @@ def test_buckets_of_a_jobs_own_hook_have_times_of_the_device(tmp_path: Path) -> 
             net(torch.ones(1, 3)).sum().backward()
     query = "SELECT device_ns >= 0, done_ns, before_norm > 0 FROM buckets"
     assert rows(tmp_path / "run", query) == [(True, None, True)] * 2
+
+
+@ranks(1)
+def test_shards_of_parameters_are_summarised_in_lists_too(tmp_path: Path) -> None:
+    """As FSDP2 leaves them: one launch for all, not one for each."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    found = {}
+    for place in ("host", "device"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 9), nn.Linear(9, 4), nn.Linear(4, 4))
+        mesh = init_device_mesh("cpu", (1,))
+        for part in net:
+            for name, parameter in list(part.named_parameters()):
+                shard = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+                part.register_parameter(name, nn.Parameter(shard))
+        context = host_device() if place == "device" else contextlib.nullcontext()
+        with context as device, recording(tmp_path / place, detail="params"):
+            x = distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])
+            net(x)
+            launches = device.launchers[0].launches if device is not None else 0
+        query = "SELECT parameter_fqn, fingerprint FROM parameters ORDER BY record_index"
+        found[place] = rows(tmp_path / place, query)
+    assert found["device"] == found["host"] and all(f is not None for _, f in found["host"])
+    assert (
+        len(found["host"]) == 8 and launches < 8
+    )  # the parameters, the input, a generator's state
 
 
 def test_nothing_is_counted_as_missing(pair: tuple[Path, Path]) -> None:
