@@ -94,6 +94,18 @@ def test_events_are_used_again_and_never_more_than_allowed(place: OneStream) -> 
     assert place.made == 4
 
 
+def test_who_reads_is_woken_before_events_run_out(place: OneStream) -> None:
+    woken: list[int] = []
+    times = DeviceTimes("stages", place, most=8, wake=lambda: woken.append(1))
+    for _ in range(4):
+        times.end(times.begin())
+    assert len(woken) == 4
+    place.stream.wait()
+    assert len(times.read()[0]) == 4
+    times.end(times.begin())
+    assert len(woken) == 5
+
+
 def test_an_end_that_cannot_be_recorded_gives_its_beginning_back(place: OneStream) -> None:
     times = DeviceTimes("stages", place, most=2)
     for _ in range(2):

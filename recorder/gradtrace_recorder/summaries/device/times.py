@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,14 +84,22 @@ class Moment:
 class DeviceTimes:
     """Spans between two moments."""
 
-    def __init__(self, level: str, places: Places, most: int = MOST_EVENTS) -> None:
-        """`level` is that of GRADTRACE_DEVICE_TIMES; at most `most` events are in use at a time."""
+    def __init__(
+        self,
+        level: str,
+        places: Places,
+        most: int = MOST_EVENTS,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`level` is that of GRADTRACE_DEVICE_TIMES; at most `most` events are in use at a time. `wake` is called when a
+        quarter more of them are."""
         self.of_stages = level != "off"
         self.of_nodes = level == "nodes"
         self.missed: collections.Counter[str] = collections.Counter()
         self.is_used = False
         self._places = places
         self._most = most
+        self._wake = wake
         self._lock = threading.RLock()
         self._free: dict[Hashable, list[Event]] = {}
         self._out = 0
@@ -191,8 +199,10 @@ class DeviceTimes:
                     self.missed["no event was free"] += 1
                     return None
                 event = free.pop() if free else self._places.event(place)
-                self._out += 1
+                self._out = out = self._out + 1
             event.record()
+            if out % max(1, self._most // 4) == 0:
+                self._wake()
         except RuntimeError as error:
             self._end_for_good(type(error).__name__)
             return None
