@@ -91,8 +91,8 @@ class DeviceTimes:
         most: int = MOST_EVENTS,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """`level` is that of GRADTRACE_DEVICE_TIMES; at most `most` events are in use at a time. `wake` is called when a
-        quarter more of them are."""
+        """`level` is that of GRADTRACE_DEVICE_TIMES; at most `most` events are in use at a time. `wake` is called when
+        a quarter more of them are."""
         self.of_stages = level != "off"
         self.of_nodes = level == "nodes"
         self.missed: collections.Counter[str] = collections.Counter()
