@@ -6,6 +6,7 @@ Each is a function of the place, whose first line says what must hold. It gives 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -56,45 +57,36 @@ def check_entering(place: Place) -> str:
     return f"{torchs:.1f} ms between two events, contexts of devices {place.contexts()}"
 
 
-@contextlib.contextmanager
-def _compilations() -> Iterator[list[str]]:
-    """Names of the threads in which Triton compiles or loads a kernel meanwhile."""
-    threads: list[str] = []
-    try:
-        from triton import knobs
-    except ImportError:  # no Triton, or one whose hooks have other names
-        yield threads
-        return
-    knobs.runtime.jit_post_compile_hook = lambda **_: threads.append(
-        threading.current_thread().name
-    )
-    try:
-        yield threads
-    finally:
-        knobs.runtime.jit_post_compile_hook = None
+def _compiled(place: Place) -> int:
+    """How many kernels Triton holds for the device, 0 where it interprets or is not there."""
+    kernel = sys.modules.get("gradtrace_recorder.summaries.device.kernel")
+    functions = [] if kernel is None else [kernel.summarise_one, kernel.summarise_many]
+    held = [getattr(f, "device_caches", None) or getattr(f, "cache", {}) for f in functions]
+    found = [caches[place.device.index] for caches in held if place.device.index in caches]
+    return sum(len(kernels[0] if isinstance(kernels, tuple) else kernels) for kernels in found)
 
 
 def check_kernels(place: Place) -> str:
     """Triton's kernels become ready, and none is compiled in the job's thread."""
     began = time.monotonic()
-    with _compilations() as threads:
-        launcher, ring = place.with_kernels()
-        place.numbers["seconds"] = took = time.monotonic() - began
-        for dtype in FLOATS:
-            for count in (1, 16, 17, 4096, 70_000) if place.is_cuda else (1, 17):
-                tensor = torch.ones(count + 1, dtype=dtype, device=place.device)
-                launcher.launch(tensor[1:], ring.ticket())
-                launcher.launch(tensor, ring.ticket())
-                launcher.launch_many([tensor, tensor[1:], tensor[:1]], ring.ticket)
-                launcher.launch(tensor[: (count + 1) // 2 * 2].view(2, -1).t(), ring.ticket())
+    launcher, ring = place.with_kernels()
+    place.numbers["seconds"] = took = time.monotonic() - began
+    place.numbers["compiled"] = before = _compiled(place)
+    for dtype in FLOATS:
+        for count in (1, 16, 17, 4096, 70_000) if place.is_cuda else (1, 17):
+            tensor = torch.ones(count + 1, dtype=dtype, device=place.device)
+            launcher.launch(tensor[1:], ring.ticket())
+            launcher.launch(tensor, ring.ticket())
+            launcher.launch_many([tensor, tensor[1:], tensor[:1]], ring.ticket)
+            launcher.launch(tensor[: (count + 1) // 2 * 2].view(2, -1).t(), ring.ticket())
     place.wait()
     if place.is_cuda:
         place.expect(place.numbers["way"] == "Triton's kernel", f"not used: {place.said}")
-    others = sorted({name for name in threads if name != "gradtrace-kernels"})
-    place.numbers["compiled"] = len(threads)
-    place.expect(not others, f"compiled in {others}")
+        place.expect(before == 12, f"{before} kernels are held, not 12")
+    more = _compiled(place) - before
+    place.expect(more == 0, f"{more} were compiled by launches in this thread")
     launcher.stop()
-    return f"{place.numbers['way']}, ready after {took:.1f} s, {len(threads)} compiled or loaded"
+    return f"{place.numbers['way']}, {before} of them, ready after {took:.1f} s"
 
 
 def _tensors(place: Place) -> Iterator[torch.Tensor]:
