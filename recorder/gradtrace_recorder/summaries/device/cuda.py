@@ -32,6 +32,7 @@ _SUCCESS, _NOT_READY = 0, 600  # CUresult
 # Torch hands out the 32 streams of a priority in turn, so that one of ours could be one that the job captures. Of the
 # highest priority few jobs ask for any.
 _PRIORITY = -3
+_OLDEST = (7, 0)
 _NOTHING = contextlib.nullcontext()
 _KEPT: list[object] = []
 
@@ -113,6 +114,9 @@ class _Cuda:
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """A stream of our own, on a thread of ours."""
+        if torch.cuda.get_device_capability(self._device) < _OLDEST:
+            # For others it is not made: LLVM ends the process where it knows no way to say something.
+            raise RuntimeError("Triton compiles for compute capability 7.0 and newer")
         if not enter(self._device.index):
             raise RuntimeError("the driver does not let a thread of ours work beside a capture")
         if self._own_stream is None:
