@@ -29,8 +29,10 @@ from gradtrace_schemas.journal_reader import heads, of_table
 # How often the thread says that the process lives, and tries again what failed.
 _BEAT_SECONDS = 1.0
 
-# How long what is written waits for what a device has yet to leave: while the job runs, and when it ends.
+# How long what is written waits for what a device has yet to leave: while the job runs, and when it ends. A device may
+# be a long step behind its host: while hooks have room, what they write meanwhile costs nothing.
 _SETTLE_SECONDS, _END_SECONDS = 2.0, 1.0
+_PATIENT_SECONDS = 60.0
 
 
 class Drain:
@@ -60,6 +62,7 @@ class Drain:
         self._digests = Digests()
         self._next_part: collections.Counter[str] = collections.Counter()
         self._ending = threading.Event()
+        self._end_by = 0.0
         self._failed = self._is_gone = False
         self._prepared: dict[str, npt.NDArray[Any]] | None = (
             None  # what a failed drain has yet to write
@@ -73,6 +76,7 @@ class Drain:
 
     def finish(self, timeout: float) -> bool:
         """Drain all that is left; whether that was done within `timeout` seconds."""
+        self._end_by = time.monotonic() + _END_SECONDS
         self._ending.set()
         self._journal.half_is_full.set()
         self._thread.join(timeout)
@@ -114,7 +118,8 @@ class Drain:
             if last is None:
                 self._joiner.join()
             else:
-                self._joiner.settle(last, seconds)
+                until = time.monotonic() + _PATIENT_SECONDS
+                self._joiner.settle(last, seconds, lambda: self._has_time(last, until))
         except Exception as error:
             self._joiner = None
             self._problems.add(
@@ -123,6 +128,15 @@ class Drain:
             )
             if self._problems.strict:
                 raise
+
+    def _has_time(self, last: int, until: float) -> bool:
+        """Whether records up to `last` may wait for a device for longer."""
+        self._journal.beat(time.time_ns())
+        if self._ending.is_set():
+            return time.monotonic() < self._end_by
+        used = self._journal.written - last
+        has_room = self._flight is None and used < self._journal.half_records // 2
+        return has_room and time.monotonic() < until
 
     def _has_just_lost_the_directory(self) -> bool:
         """Whether somebody removed the run's directory, which is said: what follows is written into a new one."""

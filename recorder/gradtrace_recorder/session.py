@@ -194,7 +194,7 @@ class _Live:
         summariser = Summariser(
             journal, settings.summary, strict=settings.strict, library=library, devices=devices
         )
-        times = DeviceTimes(settings.device_times, devices)
+        times = DeviceTimes(settings.device_times, devices, wake=journal.half_is_full.set)
         self.recording = Recording(
             settings, problems, journal, timeline, summariser, rows,
             versions=Versions(library), flight=flight, native=native, device_times=times,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from gradtrace_recorder import drain
+from gradtrace_recorder.claim import Claim
+from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_recorder.summaries.device.devices import pending
 from gradtrace_recorder.summaries.device.join import LOST, Joiner
@@ -58,13 +61,16 @@ class Bench:
             self.journal, lambda: self.ring, self.times, self.count, norms_only=norms_only
         )
 
-    def place(self) -> str:
+    def place(self, of: object = None) -> str:
         return "host"
 
-    def event(self, place: object) -> HostEvent:
-        return self.backend.event()
+    def takes(self, place: object) -> bool:
+        return True
 
-    def begin_reading(self) -> bool:
+    def event(self, place: object) -> HostEvent:
+        return self.backend.event(0)
+
+    def begin_reading(self, place: object) -> bool:
         return True
 
     def count(self, reason: str, count: int) -> None:
@@ -162,6 +168,37 @@ def test_settling_waits_for_its_own_records_and_no_longer_than_it_may(bench: Ben
     bench.joiner.join()
     assert bench.found() == [packed(early)[6], None, packed(late)[6]]
     assert code != NULL_INT64
+
+
+def test_what_comes_late_is_waited_for_while_hooks_have_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device may be seconds behind its host. Where the hooks are about to run out of room, nothing is waited for."""
+    monkeypatch.setattr(drain, "_SETTLE_SECONDS", 0.05)
+    bench = Bench(tmp_path)
+    journal = bench.journal
+    drained = drain.Drain(journal, Claim(tmp_path, 0, 0), Problems(True), joiner=bench.joiner)
+    tickets = [bench.ask() for _ in range(8)]
+    drained.start()
+    time.sleep(0.5)
+    assert journal.drained == 0 and not bench.lost
+    for ticket in tickets:
+        bench.leave(ticket)
+    until(lambda: journal.drained == 8)
+    assert not bench.lost
+    for _ in range(8 + 4):
+        bench.ask()
+    until(lambda: journal.drained == 16)
+    assert bench.lost == {LOST: 8}
+    assert drained.finish(10) and bench.lost == {LOST: 12}
+    bench.backend.stream.end()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_times_come_in_place_and_are_null_until_then(bench: Bench) -> None:

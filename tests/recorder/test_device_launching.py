@@ -42,7 +42,8 @@ class Bench:
         self.ticket += 1
         return self.ticket
 
-    def check(self, ticket: int, tensor: torch.Tensor) -> None:
+    def check(self, ticket: int | None, tensor: torch.Tensor) -> None:
+        assert ticket is not None
         row = self.rows.numpy()[[ticket % 256]]
         assert arrived(row, np.array([ticket]))[0]
         assert as_summaries(row, STATE_FULL)[0]["fingerprint"] == FULL.numbers(tensor)[5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,9 +18,10 @@ import torch
 from torch import nn
 
 import gradtrace_recorder
+from gradtrace_recorder.summaries.device import torch_rows
 from gradtrace_recorder.summaries.device.ring import RING_ROWS
 from gradtrace_recorder.summaries.device.torch_rows import TorchRows
-from support.host_device import HostBackend, HostLauncher, host_device
+from support.host_device import HostBackend, HostLauncher, InlineBackend, host_device
 from support.launcher import ranks
 from support.recorded import recording, rows
 
@@ -140,6 +142,34 @@ def test_buckets_of_a_jobs_own_hook_have_times_of_the_device(tmp_path: Path) -> 
     assert rows(tmp_path / "run", query) == [(True, None, True)] * 2
 
 
+@ranks(1)
+def test_shards_of_parameters_are_summarised_in_lists_too(tmp_path: Path) -> None:
+    """As FSDP2 leaves them: one launch for all, not one for each."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    found = {}
+    for place in ("host", "device"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 9), nn.Linear(9, 4), nn.Linear(4, 4))
+        mesh = init_device_mesh("cpu", (1,))
+        for part in net:
+            for name, parameter in list(part.named_parameters()):
+                shard = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+                part.register_parameter(name, nn.Parameter(shard))
+        context = host_device() if place == "device" else contextlib.nullcontext()
+        with context as device, recording(tmp_path / place, detail="params"):
+            x = distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])
+            net(x)
+            launches = device.launchers[0].launches if device is not None else 0
+        query = "SELECT parameter_fqn, fingerprint FROM parameters ORDER BY record_index"
+        found[place] = rows(tmp_path / place, query)
+    assert found["device"] == found["host"] and all(f is not None for _, f in found["host"])
+    assert (
+        len(found["host"]) == 8 and launches < 8
+    )  # the parameters, the input, a generator's state
+
+
 def test_nothing_is_counted_as_missing(pair: tuple[Path, Path]) -> None:
     facts = json.loads(next((pair[1] / "ranks").glob("*.json")).read_text())
     assert facts["complete"] and not facts["unsummarised"] and not facts["problems"]
@@ -195,7 +225,7 @@ class Failing(HostLauncher):
     def launch(self, tensor: torch.Tensor, ticket: int) -> None:
         raise RuntimeError("invalid configuration argument")
 
-    def launch_many(self, tensors: Any, tickets: Any) -> list[int]:
+    def launch_many(self, tensors: Any, tickets: Any) -> list[int | None]:
         raise RuntimeError("invalid configuration argument")
 
 
@@ -206,6 +236,15 @@ class FailingBackend(HostBackend):
         return Failing(self.stream, TorchRows(rows, device))
 
 
+class WithoutTriton(InlineBackend):
+    """Its launches are made by torch's operations: no kernel becomes ready."""
+
+    def open(self, *about: Any) -> Any:
+        launches = super().open(*about)
+        launches.readiness.is_over = True
+        return launches
+
+
 def test_a_launch_that_fails_costs_its_summary_alone(tmp_path: Path) -> None:
     with host_device(FailingBackend), recording(tmp_path / "run", strict=False):
         losses = train(1)
@@ -213,6 +252,64 @@ def test_a_launch_that_fails_costs_its_summary_alone(tmp_path: Path) -> None:
     facts = json.loads(next((tmp_path / "run" / "ranks").glob("*.json")).read_text())
     assert facts["unsummarised"]["torch.float32 torch.strided: RuntimeError"] > 0
     assert not facts["problems"]
+
+
+def test_what_is_too_large_without_the_kernel_is_left_out_and_the_others_are_launched_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_rows, "MOST_BLOCKS", 0)  # of one block: what has more than no element
+    asked: list[int] = []
+    launch = TorchRows.launch
+
+    def counted(rows: TorchRows, tensor: torch.Tensor, ticket: int) -> None:
+        asked.append(ticket)
+        limit = 1 if tensor.numel() <= 6 else 0
+        monkeypatch.setattr(torch_rows, "MOST_BLOCKS", limit)
+        launch(rows, tensor, ticket)
+
+    monkeypatch.setattr(TorchRows, "launch", counted)
+    with host_device(WithoutTriton), recording(tmp_path / "run", detail="params"):
+        net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 9))
+        net(torch.ones(1, 3)).sum().backward()
+    found = rows(
+        tmp_path / "run", "SELECT parameter_fqn, norm > 0 FROM parameters ORDER BY record_index"
+    )
+    assert found == [("0.weight", True), ("0.bias", True), ("1.weight", None), ("1.bias", None)]
+    facts = json.loads(next((tmp_path / "run" / "ranks").glob("*.json")).read_text())
+    assert set(facts["unsummarised"]) == {"too large without the kernel"}
+    assert not facts["problems"] and len(asked) == len(set(asked))
+
+
+class BreaksDown(HostBackend):
+    """A device that fails: whatever it is asked then raises, as CUDA does after a kernel's error."""
+
+    is_broken = False
+
+    def is_capturing(self, index: int | None) -> bool:
+        if self.is_broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return False
+
+
+def test_where_a_device_fails_the_row_of_the_failure_is_written(tmp_path: Path) -> None:
+    """What asks the device for times and summaries raises then, too: and the job's own error is what counts."""
+    with host_device(BreaksDown) as device, recording(tmp_path / "run", strict=False):
+        assert isinstance(device, BreaksDown)
+        net = nn.Linear(3, 2)
+        net(torch.ones(1, 3)).sum().backward()
+        loss = net(torch.ones(1, 3)).sum()
+
+        def fail(_: torch.Tensor) -> None:
+            device.is_broken = True
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+        net.bias.register_hook(fail)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            loss.backward()
+    query = "SELECT backward_index, exception_type FROM failures"
+    assert rows(tmp_path / "run", query) == [(1, "RuntimeError")]
+    facts = json.loads(next((tmp_path / "run" / "ranks").glob("*.json")).read_text())
+    assert [p for p in facts["problems"] if "source" in p] == []
 
 
 def test_a_device_whose_memory_cannot_be_had_is_said_once(

@@ -6,10 +6,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from gradtrace_recorder.summaries.device.backends import BACKENDS
+from gradtrace_recorder.summaries.device.devices import Devices
 from gradtrace_recorder.summaries.device.times import DeviceTimes
 from gradtrace_schemas.journal import NULL_INT64
-from support.host_device import HostEvent, HostStream
+from support.host_device import HostBackend, HostEvent, HostStream
 
 
 class OneStream:
@@ -22,8 +25,11 @@ class OneStream:
         self.may_read = True
         self.is_broken = False
 
-    def place(self) -> str | None:
+    def place(self, of: object = None) -> str | None:
         return self.where
+
+    def takes(self, place: object) -> bool:
+        return self.where is not None
 
     def event(self, place: object) -> HostEvent:
         self.made += 1
@@ -37,7 +43,7 @@ class OneStream:
 
         return Event(self.stream)
 
-    def begin_reading(self) -> bool:
+    def begin_reading(self, place: object) -> bool:
         return self.may_read
 
 
@@ -88,15 +94,79 @@ def test_events_are_used_again_and_never_more_than_allowed(place: OneStream) -> 
     assert place.made == 4
 
 
+def test_who_reads_is_woken_before_events_run_out(place: OneStream) -> None:
+    woken: list[int] = []
+    times = DeviceTimes("stages", place, most=8, wake=lambda: woken.append(1))
+    for _ in range(4):
+        times.end(times.begin())
+    assert len(woken) == 4
+    place.stream.wait()
+    assert len(times.read()[0]) == 4
+    times.end(times.begin())
+    assert len(woken) == 5
+
+
 def test_an_end_that_cannot_be_recorded_gives_its_beginning_back(place: OneStream) -> None:
     times = DeviceTimes("stages", place, most=2)
-    for elsewhere in (None, "another device"):
+    for _ in range(2):
         begun = times.begin()
-        place.where = elsewhere
+        place.where = None
         assert times.end(begun) == NULL_INT64
         place.where = "host"
     times.forget(times.begin())
     assert times.end(times.begin()) != NULL_INT64
+
+
+class OnTheSecond(torch.Tensor):
+    """A tensor of the second of some devices."""
+
+    device = torch.device("meta", 1)
+
+
+class Apart(HostBackend):
+    """Devices of which the calling thread's own is not in use; what was asked of which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, int | None]] = []
+
+    def is_capturing(self, index: int | None) -> bool:
+        self.asked.append(("is_capturing", index))
+        return self.is_captured
+
+    def current(self) -> int | None:
+        return None
+
+    def event(self, index: int) -> HostEvent:
+        self.asked.append(("event", index))
+        return super().event(index)
+
+    def begin_reading(self, index: int) -> bool:
+        self.asked.append(("begin_reading", index))
+        return True
+
+
+def test_a_span_is_of_the_device_of_its_tensor_and_no_other_device_is_touched() -> None:
+    """A job may use one device and have another for its thread's own: an event there would make a context."""
+    backend = Apart()
+    BACKENDS["meta"] = backend
+    try:
+        times = DeviceTimes("stages", Devices(print, print))
+        there = torch.ones(1, device="meta").as_subclass(OnTheSecond)
+        assert times.begin() is None and times.begin(torch.ones(1)) is None and not backend.asked
+        code = times.end(times.begin(there))
+        backend.stream.wait()
+        assert times.read()[0].tolist() == [code]
+        assert {index for _, index in backend.asked} == {1}
+        assert [what for what, _ in backend.asked if what != "is_capturing"] == [
+            "event", "event", "begin_reading",
+        ]  # fmt: skip
+        begun = times.begin(there)
+        backend.is_captured = True
+        assert times.end(begun) == NULL_INT64
+    finally:
+        del BACKENDS["meta"]
+        backend.stream.end()
 
 
 def test_levels_say_what_is_timed(place: OneStream) -> None:

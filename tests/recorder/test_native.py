@@ -23,6 +23,7 @@ from gradtrace_recorder.observers.native.build import CACHE_VARIABLE, library
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.journal import NULL_INT32
 from support import native
+from support.host_device import host_device
 from support.recorded import recording, rows
 
 # Clocks, and what counts on in one process.
@@ -133,6 +134,23 @@ def train(model: nn.Module, steps: int = 2, **of_backward: Any) -> list[float]:
 def test_training_leaves_the_same_rows(tmp_path: Path, summary: str) -> None:
     account = both(tmp_path, lambda: train(net()), summary=summary)
     assert account == {"kind": "native", "python_passes": {}, "python_nodes": {}}
+
+
+@pytest.mark.parametrize("summary, left", [("full", 1), ("off", 0)])
+def test_a_pass_on_a_device_before_any_summary_is_left_to_python(
+    tmp_path: Path, summary: str, left: int
+) -> None:
+    """The rules in C++ would combine what is yet to come. Without summaries there is nothing to combine."""
+    with host_device(), recording(tmp_path, observer="native", summary=summary):
+        x = torch.ones(3, requires_grad=True)
+        torch.stack((x * 2, x + 1)).sum().backward()
+    account = json.loads((tmp_path / "ranks" / "rank=00000-0.json").read_text())["observer"]
+    assert account["python_passes"] == ({"summaries are made on a device": 1} if left else {})
+    ((every, have),) = rows(
+        tmp_path,
+        "SELECT count(*), count(grad_input_norm) FROM node_events WHERE node_name LIKE 'Stack%'",
+    )
+    assert (every, have) == (1, left)
 
 
 def test_modules_that_are_not_wanted_have_no_rows(tmp_path: Path) -> None:

@@ -104,7 +104,9 @@ class HostLauncher:
         self.launches += 1
         self._stream.give(lambda: self._rows.launch(seen, ticket))
 
-    def launch_many(self, tensors: Sequence[torch.Tensor], tickets: Callable[[], int]) -> list[int]:
+    def launch_many(
+        self, tensors: Sequence[torch.Tensor], tickets: Callable[[], int]
+    ) -> list[int | None]:
         """One piece of work for all."""
         given = [tickets() for _ in tensors]
         seen = [tensor.clone() for tensor in tensors]
@@ -115,7 +117,7 @@ class HostLauncher:
                 self._rows.launch(tensor, ticket)
 
         self._stream.give(run)
-        return given
+        return list(given)
 
     def stop(self) -> None:
         """Nothing is going on beside the stream."""
@@ -134,7 +136,7 @@ class HostBackend:
         """It is."""
         return True
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self, index: int | None) -> bool:
         """As the test has it."""
         return self.is_captured
 
@@ -153,16 +155,16 @@ class HostBackend:
         self.launchers.append(HostLauncher(self.stream, TorchRows(rows, device)))
         return self.launchers[-1]
 
-    def current(self) -> int:
+    def current(self) -> int | None:
         """Its only device."""
         return 0
 
-    def event(self) -> HostEvent:
+    def event(self, index: int) -> HostEvent:
         """An event of its stream."""
         self.events += 1
         return HostEvent(self.stream)
 
-    def begin_reading(self) -> bool:
+    def begin_reading(self, index: int) -> bool:
         """Anybody may."""
         return True
 

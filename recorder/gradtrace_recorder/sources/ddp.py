@@ -270,7 +270,7 @@ class DdpSource:
         }
         self._open.append(opened)
         if not opened.is_on_cpu:
-            opened.device_began = recording.device_times.begin()
+            opened.device_began = recording.device_times.begin(buffer)
         opened.fields["launched_ns"] = launched = timeline.now()
         timeline.totals.recorder_ns += launched - entered
         return opened

@@ -166,7 +166,7 @@ class EngineSource:
                     gradient_ready=self._ddp.gradient_ready if self._ddp.has_models else None,
                 ),
             )
-            opened.device_began = recording.device_times.begin()
+            opened.device_began = recording.device_times.begin(first)
         open_passes.append(opened)
         thread = threading.get_ident()
         opened.place_before = recording.journal.place_of(thread)

@@ -115,7 +115,7 @@ class FsdpSource:
                 "dtype": str(buffer.dtype).removeprefix("torch."),
                 "before": recording.summariser.of(buffer),
             }
-            began = recording.device_times.begin()
+            began = recording.device_times.begin(buffer)
             return began, {**fields, "launched_ns": recording.timeline.now()}
         except Exception as error:
             self._guard.failed(error)

@@ -66,9 +66,9 @@ def rng_fingerprint(recording: Recording) -> int | None:
 
 
 def _device_states() -> list[torch.Tensor]:
-    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
-        return []
     try:
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            return []
         return [torch.cuda.default_generators[torch.cuda.current_device()].get_state()]
     except RuntimeError:
-        return []  # a generator that a graph holds
+        return []  # a generator that a graph holds, or a device that has failed

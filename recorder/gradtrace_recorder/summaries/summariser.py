@@ -147,19 +147,19 @@ class Summariser:
     ) -> list[Packed | None]:
         """Those of one device together, in few launches."""
         found: list[Packed | None] = [None] * len(tensors)
-        together: dict[torch.device, list[int]] = {}
+        together: dict[torch.device, dict[int, torch.Tensor]] = {}
         for place, tensor in enumerate(tensors):
+            own = tensor if _is_plain(tensor) else _local_shard(tensor)
             if (
-                devices.has(tensor.device)
+                own is not None
+                and devices.has(own.device)
                 and self._unreadable(tensor) is None
-                and _is_plain(tensor)
-                and tensor.numel()
+                and self._unreadable(own) is None
+                and own.numel()
             ):
-                together.setdefault(tensor.device, []).append(place)
-        for places in together.values():
-            for place, packed in zip(
-                places, self._listed([tensors[p] for p in places]), strict=True
-            ):
+                together.setdefault(own.device, {})[place] = own
+        for some in together.values():
+            for place, packed in zip(some, self._listed(list(some.values())), strict=True):
                 found[place] = packed
         return [p or self.of(tensor) for p, tensor in zip(found, tensors, strict=True)]
 
@@ -334,11 +334,19 @@ def _is_freed(tensor: torch.Tensor) -> bool:
     return size < (tensor.storage_offset() + last + 1) * tensor.itemsize
 
 
+def _local_shard(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What of a DTensor lies here, where that is a plain tensor; None for any other tensor."""
+    if not hasattr(tensor, "to_local"):
+        return None
+    local: Any = getattr(tensor, "_local_tensor", None)
+    return local if type(local) in _PLAIN and local.layout == torch.strided else None
+
+
 def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     """What is defined of a tensor that is no plain strided one: its parts, or None."""
     if hasattr(tensor, "to_local") and hasattr(tensor, "_local_tensor"):
-        local = tensor._local_tensor
-        return [local] if type(local) in _PLAIN and local.layout == torch.strided else None
+        local = _local_shard(tensor)
+        return None if local is None else [local]
     if tensor.layout == torch.sparse_coo:
         return [tensor._values(), tensor._indices()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

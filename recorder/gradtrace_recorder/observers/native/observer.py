@@ -29,6 +29,7 @@ from gradtrace_recorder.observers.python import (
 from gradtrace_recorder.observers.release import release_waiting
 from gradtrace_recorder.recording import Recording
 from gradtrace_recorder.rows import NODE_EVENTS
+from gradtrace_recorder.summaries.device.backends import BACKENDS
 from gradtrace_recorder.summaries.summariser import Summariser, shape_fields, unasked
 from gradtrace_recorder.summaries.values import NOTHING, as_bytes
 from gradtrace_schemas import TABLES
@@ -68,7 +69,7 @@ class NativeObserver(PythonObserver):
         """Watch every Node that can be reached from `roots`: in C++ where that can be."""
         native = recording.native
         assert native is not None
-        reason = self._why_python(recording, call)
+        reason = self._why_python(recording, roots, call)
         if reason is not None:
             native.python_passes[reason] += 1
             return super().watch(recording, roots, call)
@@ -91,11 +92,14 @@ class NativeObserver(PythonObserver):
         for watched in waiting:
             watched.release()
 
-    def _why_python(self, recording: Recording, call: EngineCall) -> str | None:
+    def _why_python(
+        self, recording: Recording, roots: Sequence[Any], call: EngineCall
+    ) -> str | None:
         """Why this pass is left to Python, None where it is not."""
         if not recording.settings.records("nodes"):
             return "Nodes are not recorded"
-        if recording.summariser.uses_devices:
+        summariser = recording.summariser
+        if summariser.uses_devices or (not summariser.off and any(map(_begins_on_device, roots))):
             return "summaries are made on a device"
         if recording.device_times.of_nodes:
             return "Nodes are timed on a device"
@@ -106,6 +110,11 @@ class NativeObserver(PythonObserver):
         if recording.attribution.has_several_threads:
             return "modules on several threads"
         return None
+
+
+def _begins_on_device(root: Any) -> bool:
+    """Whether what comes into a root of a graph lies on a device, of which no tensor may have been summarised yet."""
+    return any(about.device.type in BACKENDS for about in getattr(root, "_input_metadata", ()))
 
 
 class _Shared:

@@ -21,8 +21,11 @@ class Launcher(Protocol):
     def launch(self, tensor: torch.Tensor, ticket: int) -> None:
         """Have the summary of a plain, detached tensor left in the row of that ticket."""
 
-    def launch_many(self, tensors: Sequence[torch.Tensor], tickets: Callable[[], int]) -> list[int]:
-        """Those of several at once, which hold something each; a ticket for every one of them."""
+    def launch_many(
+        self, tensors: Sequence[torch.Tensor], tickets: Callable[[], int]
+    ) -> list[int | None]:
+        """Those of several at once, which hold something each; a ticket for every one of them, None for one that is too
+        large."""
 
     def stop(self) -> None:
         """Start nothing more."""
@@ -34,8 +37,9 @@ class Backend(Protocol):
     def is_in_use(self) -> bool:
         """Whether the job uses such a device. Does not begin to use it."""
 
-    def is_capturing(self) -> bool:
-        """Whether what the current stream is given goes into a graph instead of being run."""
+    def is_capturing(self, index: int | None) -> bool:
+        """Whether what that device's current stream is given goes into a graph instead of being run; None: the calling
+        thread's current device."""
 
     def memory(self, rows: int) -> torch.Tensor:
         """int64 zeros of shape (rows, WORDS) that the host reads and the device writes."""
@@ -49,14 +53,15 @@ class Backend(Protocol):
     ) -> Launcher:
         """What launches on that device. `say` is told what a person should know, once."""
 
-    def current(self) -> int:
-        """The index of the calling thread's current device."""
+    def current(self) -> int | None:
+        """The index of the calling thread's current device; None where the job does not use that one."""
 
-    def event(self) -> Event:
-        """An event that can time."""
+    def event(self, index: int) -> Event:
+        """An event of that device, that can time."""
 
-    def begin_reading(self) -> bool:
-        """Called first on the thread that asks events: whether it may, without harm to a capture elsewhere."""
+    def begin_reading(self, index: int) -> bool:
+        """Called first on the thread that asks events, with the device of one: whether it may, without harm to a
+        capture elsewhere."""
 
 
 BACKENDS: dict[str, Backend] = {"cuda": CudaBackend()}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 
 from gradtrace_recorder.summaries.device.backends import BACKENDS, Launcher, is_on_device
 from gradtrace_recorder.summaries.device.ring import RING_ROWS, Part, Ring
 from gradtrace_recorder.summaries.device.times import Event
+from gradtrace_recorder.summaries.device.torch_rows import TooLarge
 from gradtrace_recorder.summaries.values import NO_LANES, Packed
 from gradtrace_schemas.summary import STATE_PENDING
 
@@ -48,15 +50,22 @@ class Devices:
         if not tensor.data_ptr():
             raise NotNow("without memory")
         ticket = ring.ticket()
-        launcher.launch(tensor, ticket)
+        try:
+            launcher.launch(tensor, ticket)
+        except TooLarge as error:
+            raise NotNow("too large without the kernel") from error
         return pending(tensor.numel(), ticket, dtype)
 
-    def summaries(self, tensors: Sequence[torch.Tensor], dtypes: Sequence[int]) -> list[Packed]:
-        """Those of several tensors of one device, in few launches. Raises NotNow."""
+    def summaries(
+        self, tensors: Sequence[torch.Tensor], dtypes: Sequence[int]
+    ) -> list[Packed | None]:
+        """Those of several tensors of one device, in few launches; None for one that was left out. Raises NotNow."""
         launcher, ring = self._launcher(tensors[0].device)
+        if not all(tensor.data_ptr() for tensor in tensors):
+            raise NotNow("without memory")
         tickets = launcher.launch_many(tensors, ring.ticket)
         return [
-            pending(tensor.numel(), ticket, dtype)
+            None if ticket is None else pending(tensor.numel(), ticket, dtype)
             for tensor, ticket, dtype in zip(tensors, tickets, dtypes, strict=True)
         ]
 
@@ -71,23 +80,31 @@ class Devices:
         numel = sum(int(part[0]) for _, part in parts)
         return pending(numel, ring.combination(tickets), int(parts[0][1][-2]))
 
-    def place(self) -> Hashable | None:
-        """The device whose current stream takes an event now: none is in use, or a graph is being captured."""
+    def place(self, of: Any = None) -> Hashable | None:
+        """The device whose current stream takes an event now: that of the tensor `of`, where it lies on one, else the
+        calling thread's. None where there is none in use, or a graph is being captured."""
+        where = of.device if isinstance(of, torch.Tensor) and is_on_device(of) else None
         for kind, backend in BACKENDS.items():
-            if backend.is_in_use():
-                if backend.is_capturing():
-                    return None
-                return kind, backend.current()
+            if (where is None or where.type == kind) and backend.is_in_use():
+                index = None if where is None else where.index
+                index = backend.current() if index is None else index
+                return None if index is None or backend.is_capturing(index) else (kind, index)
         return None
+
+    def takes(self, place: Hashable) -> bool:
+        """Whether that device's current stream takes an event now: no graph is being captured from it."""
+        assert isinstance(place, tuple)
+        return not BACKENDS[place[0]].is_capturing(place[1])
 
     def event(self, place: Hashable) -> Event:
         """An event for that device."""
         assert isinstance(place, tuple)
-        return BACKENDS[place[0]].event()
+        return BACKENDS[place[0]].event(place[1])
 
-    def begin_reading(self) -> bool:
-        """Whether the calling thread may ask events."""
-        return all(b.begin_reading() for b in BACKENDS.values() if b.is_in_use())
+    def begin_reading(self, place: Hashable) -> bool:
+        """Whether the calling thread may ask events, of which one is of that device."""
+        assert isinstance(place, tuple)
+        return BACKENDS[place[0]].begin_reading(place[1])
 
     def stop(self) -> None:
         """Nothing more is started."""
@@ -95,7 +112,7 @@ class Devices:
             launcher.stop()
 
     def _launcher(self, device: torch.device) -> tuple[Launcher, Ring]:
-        if BACKENDS[device.type].is_capturing():
+        if BACKENDS[device.type].is_capturing(device.index):
             raise NotNow("while a graph is captured")
         launcher = self._launchers.get(device)
         if launcher is None:

@@ -35,7 +35,7 @@ from gradtrace_schemas.journal_reader import heads
 from gradtrace_schemas.summary import STATE_FULL, STATE_NORMS, STATE_PENDING, STATE_SHAPE
 
 LOST = "lost on the device"
-_PAUSE_SECONDS = 0.002
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.05  # each look takes the GIL for a moment
 _MOST_KNOWN = 65_536
 
 
@@ -96,17 +96,21 @@ class Joiner:
         self._fill_summaries()
         self._fill_times()
 
-    def settle(self, last: int, seconds: float) -> None:
-        """Fill records up to `last`, waiting no longer than that; what has not come by then is lost."""
+    def settle(
+        self, last: int, seconds: float, has_time: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Fill records up to `last`, waiting so long, longer while `has_time`; what has not come by then is lost."""
         deadline = time.monotonic() + seconds
+        pause = _PAUSE_SECONDS
         while True:
             self.join()
             late = self._summaries.numbers <= last, self._spans.numbers <= last
             if not late[0].any() and not late[1].any():
                 return
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and not has_time():
                 break
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
         self._lose(self._summaries.of(late[0]))
         self._summaries = self._summaries.of(~late[0])
         self._put_times(self._spans.of(late[1]), np.full(int(late[1].sum()), NULL_INT64))

@@ -14,7 +14,7 @@ import torch
 from gradtrace_recorder.summaries.device.readiness import Readiness
 from gradtrace_recorder.summaries.device.rows import WORDS
 from gradtrace_recorder.summaries.device.tables import NoWorkspace
-from gradtrace_recorder.summaries.device.torch_rows import TorchRows
+from gradtrace_recorder.summaries.device.torch_rows import TooLarge, TorchRows
 
 if TYPE_CHECKING:
     from gradtrace_recorder.summaries.device.triton_rows import TritonRows
@@ -90,9 +90,12 @@ class Launches:
                         self.readiness.give_up(error)
             self._torch.launch(tensor, ticket)
 
-    def launch_many(self, tensors: Sequence[torch.Tensor], tickets: Callable[[], int]) -> list[int]:
-        """Contiguous ones of one dtype together, in one launch; the others one by one."""
-        given = [0] * len(tensors)
+    def launch_many(
+        self, tensors: Sequence[torch.Tensor], tickets: Callable[[], int]
+    ) -> list[int | None]:
+        """Contiguous ones of one dtype together, in one launch; the others one by one, without those that are too large
+        for torch's operations."""
+        given: list[int | None] = [None] * len(tensors)
         triton = self._triton
         if triton is not None:
             with self._surroundings.current():
@@ -108,9 +111,11 @@ class Launches:
                             break
                         del chosen[:count]
         for place, tensor in enumerate(tensors):
-            if not given[place]:
-                given[place] = ticket = tickets()
-                self.launch(tensor, ticket)
+            if given[place] is None:
+                ticket = tickets()
+                with contextlib.suppress(TooLarge):
+                    self.launch(tensor, ticket)
+                    given[place] = ticket
         return given
 
     def stop(self) -> None:
@@ -123,22 +128,21 @@ class Launches:
         triton: TritonRows,
         tensors: Sequence[torch.Tensor],
         chosen: Sequence[int],
-        given: list[int],
+        given: list[int | None],
         tickets: Callable[[], int],
     ) -> int:
         """As many of the chosen as one launch takes, from the first; how many."""
         some = chosen[: triton.most_listed]
-        numbers = [tickets() for _ in some]
         try:
-            count = triton.launch_many([tensors[place] for place in some], numbers)
+            numbers = triton.launch_many([tensors[place] for place in some], tickets)
         except NoWorkspace:
             return 0
         except Exception as error:
             self.readiness.give_up(error)
             return 0
-        for place, ticket in zip(some[:count], numbers[:count], strict=True):
+        for place, ticket in zip(some, numbers, strict=False):
             given[place] = ticket
-        return count
+        return len(numbers)
 
     def _prepare(self, what: Hashable) -> None:
         """On the thread of readiness: make a kernel by launching it on a few numbers."""

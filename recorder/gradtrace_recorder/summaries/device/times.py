@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ class Event(Protocol):
     """A point in a stream of a device."""
 
     def record(self) -> None:
-        """Put it behind what the calling thread's current stream has been given so far."""
+        """Put it behind what the current stream of its device (the calling thread's) has been given so far."""
 
     def query(self) -> bool:
         """Whether the device has come to it. Does not wait."""
@@ -40,27 +40,35 @@ class Event(Protocol):
 class Places(Protocol):
     """Where events can be recorded."""
 
-    def place(self) -> Hashable | None:
-        """The device of the calling thread's current stream; None where nothing is to be recorded in it now."""
+    def place(self, of: Any = None) -> Hashable | None:
+        """The device of the tensor `of`, else the calling thread's; None where nothing is to be recorded in its
+        current stream now."""
+
+    def takes(self, place: Hashable) -> bool:
+        """Whether that device's current stream takes an event now."""
 
     def event(self, place: Hashable) -> Event:
         """A new event for that device."""
 
-    def begin_reading(self) -> bool:
-        """Called first on the thread that asks events: whether it may."""
+    def begin_reading(self, place: Hashable) -> bool:
+        """Called first on the thread that asks events, with the device of one: whether it may."""
 
 
 class Nowhere:
     """There is no device."""
 
-    def place(self) -> None:
+    def place(self, of: Any = None) -> None:
         """None."""
+
+    def takes(self, place: Hashable) -> bool:
+        """Never called."""
+        return False
 
     def event(self, place: Hashable) -> Event:
         """Never called."""
         raise NotImplementedError
 
-    def begin_reading(self) -> bool:
+    def begin_reading(self, place: Hashable) -> bool:
         """There is nothing to read."""
         return False
 
@@ -76,14 +84,22 @@ class Moment:
 class DeviceTimes:
     """Spans between two moments."""
 
-    def __init__(self, level: str, places: Places, most: int = MOST_EVENTS) -> None:
-        """`level` is that of GRADTRACE_DEVICE_TIMES; at most `most` events are in use at a time."""
+    def __init__(
+        self,
+        level: str,
+        places: Places,
+        most: int = MOST_EVENTS,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`level` is that of GRADTRACE_DEVICE_TIMES; at most `most` events are in use at a time. `wake` is called when
+        a quarter more of them are."""
         self.of_stages = level != "off"
         self.of_nodes = level == "nodes"
         self.missed: collections.Counter[str] = collections.Counter()
         self.is_used = False
         self._places = places
         self._most = most
+        self._wake = wake
         self._lock = threading.RLock()
         self._free: dict[Hashable, list[Event]] = {}
         self._out = 0
@@ -92,21 +108,27 @@ class DeviceTimes:
         self._is_over = False
         self._may_read: bool | None = None
 
-    def begin(self) -> Moment | None:
-        """Record the beginning of a pass, an action or a bucket; None where there is nothing to record."""
-        return self._record() if self.of_stages and not self._is_over else None
+    def begin(self, of: Any = None) -> Moment | None:
+        """Record the beginning of a pass, an action or a bucket, on the device of that tensor, else on the thread's
+        own; None where there is nothing to record."""
+        if not self.of_stages or self._is_over:
+            return None
+        return self._record(None, of)
 
     def begin_node(self) -> Moment | None:
         """The same of a Node."""
-        return self._record() if self.of_nodes and not self._is_over else None
+        if not self.of_nodes or self._is_over:
+            return None
+        return self._record(None)
 
     def end(self, begun: Moment | None) -> int:
-        """Record the end of what has begun: what stands in `device_ns` until the drain thread knows."""
+        """Record the end of what has begun, on the same device: what stands in `device_ns` until the drain thread
+        knows."""
         if begun is None:
             return NULL_INT64
-        ended = self._record()
+        ended = self._record(begun.place)
         with self._lock:
-            if ended is None or ended.place != begun.place or self._is_over:
+            if ended is None or self._is_over:
                 self.forget(begun)
                 self.forget(ended)
                 return NULL_INT64
@@ -127,7 +149,7 @@ class DeviceTimes:
         with self._lock:
             spans = list(self._spans.items())
         if spans and self._may_read is None:
-            self._may_read = self._places.begin_reading()
+            self._may_read = self._places.begin_reading(spans[0][1][0].place)
             if not self._may_read:
                 self._end_for_good("events cannot be asked on a thread of ours")
         codes, times, waiting = [], [], 0
@@ -161,17 +183,28 @@ class DeviceTimes:
             self.missed[why] += len(self._spans)
             self._spans.clear()
 
-    def _record(self) -> Moment | None:
-        place = self._places.place()
-        if place is None:
-            return None
-        with self._lock:
-            free = self._free.get(place)
-            if not free and self._out >= self._most:
-                self.missed["no event was free"] += 1
+    def _record(self, place: Hashable | None, of: Any = None) -> Moment | None:
+        """On that device, or on the one where the tensor lies. Never raises for a device that has failed: the rows that
+        say so are written by the caller."""
+        try:
+            if place is None:
+                place = self._places.place(of)
+            elif not self._places.takes(place):
                 return None
-            event = free.pop() if free else self._places.event(place)
-            self._out += 1
-        event.record()
+            if place is None:
+                return None
+            with self._lock:
+                free = self._free.get(place)
+                if not free and self._out >= self._most:
+                    self.missed["no event was free"] += 1
+                    return None
+                event = free.pop() if free else self._places.event(place)
+                self._out = out = self._out + 1
+            event.record()
+            if out % max(1, self._most // 4) == 0:
+                self._wake()
+        except RuntimeError as error:
+            self._end_for_good(type(error).__name__)
+            return None
         self.is_used = True
         return Moment(event, place)

@@ -116,7 +116,7 @@ class TritonRows:
         """Compile that kernel, by launching it on a few numbers."""
         some = torch.zeros((2, 2), dtype=dtype, device=self._device)
         if listed:
-            self.launch_many([some], [1])
+            self.launch_many([some], lambda: 1)
         else:
             self.launch(some.t() if strided else some, 1)
 
@@ -141,40 +141,43 @@ class TritonRows:
             EXPONENT=kind.exponent, MANTISSA=kind.mantissa, STRIDED=sizes is not None, **OPTIONS,
         )  # fmt: skip
 
-    def launch_many(self, tensors: Sequence[torch.Tensor], tickets: Sequence[int]) -> int:
-        """The same for contiguous tensors of one dtype in one launch; how many of them, from the first, it took.
+    def launch_many(
+        self, tensors: Sequence[torch.Tensor], tickets: Callable[[], int]
+    ) -> Sequence[int]:
+        """The same for contiguous tensors of one dtype in one launch; tickets of those, from the first, that it took.
 
-        0 where all lists are still in use on the device. Tensors must outlive the call alone: what runs later on
+        Of none where all lists are still in use on the device. Tensors must outlive the call alone: what runs later on
         this stream cannot overtake it.
         """
         workspace = self._workspace()
         chosen = self._free_list(workspace)
         if chosen is None:
-            return 0
+            return ()
         numels = [tensor.numel() for tensor in tensors[:_MOST_LISTED]]
         programs = [_programs(numel) for numel in numels]
         ends = np.cumsum(programs)
         count = int(np.searchsorted(ends, _WORKSPACE_PROGRAMS, side="right"))
         total = int(ends[count - 1])
+        given = [tickets() for _ in range(count)]  # no more: each is a row less for others
         entries = chosen.numbers[: _MOST_LISTED * _LIST_WORDS].reshape(_MOST_LISTED, _LIST_WORDS)
         entries[:count, 0] = [tensor.data_ptr() for tensor in tensors[:count]]
         entries[:count, 1] = numels[:count]
-        entries[:count, 2] = [ticket % self._slots for ticket in tickets[:count]]
-        entries[:count, 3] = tickets[:count]
+        entries[:count, 2] = [ticket % self._slots for ticket in given]
+        entries[:count, 3] = given
         entries[:count, 4] = ends[:count] - programs[:count]
         entries[:count, 5] = programs[:count]
         owners = _MOST_LISTED * _LIST_WORDS
         chosen.numbers[owners : owners + total] = np.repeat(np.arange(count), programs[:count])
         used = owners + total
         chosen.device[:used].copy_(chosen.host[:used], non_blocking=True)
-        chosen.tickets = list(tickets[:count])
+        chosen.tickets = given
         kind = KINDS[tensors[0].dtype]
         kernel.summarise_many[(total,)](
             chosen.device, chosen.device[owners:], self._rows, workspace.partials, _WORKSPACE_PROGRAMS,
             workspace.counters, self._weights, self._places, self._constants,
             DTYPE=kind.dtype, EXPONENT=kind.exponent, MANTISSA=kind.mantissa, **OPTIONS,
         )  # fmt: skip
-        return count
+        return given
 
     def _workspace(self) -> _Workspace:
         stream = self._stream()
