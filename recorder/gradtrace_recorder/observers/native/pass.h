@@ -251,8 +251,8 @@ class Pass {
         out_parts[i] = &out[i];
       }
     }
-    put(row, at.grad_output_summary, combined(in_parts));
-    put(row, at.grad_input_summary, combined(out_parts));
+    put(row, at.grad_output_summary, of.journal->seen(combined(in_parts)));
+    put(row, at.grad_input_summary, of.journal->seen(combined(out_parts)));
     of.journal->finish(state.thread, of.node_kind, running.step, row);
     if (came > 1) {
       record_each(index, of.incoming, in_parts, in_shapes);
@@ -289,7 +289,7 @@ class Pass {
     put(row, of.fields.gradient_root, state.root);
     put(row, of.fields.gradient_parameter_fqn, state.parameter_fqn);
     put(row, of.fields.gradient_shape, shape);
-    put(row, of.fields.gradient_summary, packed);
+    put(row, of.fields.gradient_summary, of.journal->seen(packed));
     of.journal->append(of.gradient_kind, running.step, row);
   }
 
