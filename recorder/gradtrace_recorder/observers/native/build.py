@@ -31,7 +31,7 @@ _SOURCES = ("summary.cpp", "journal.cpp", "journal_type.cpp", "observer.cpp")
 _HEADERS = (
     "summary.h", "summary_tables.h", "summary_vectors.h", "summary_strides.h", "transposed.h",
     "journal.h", "ring.h", "ring_type.h", "held.h", "event_type.h", "packing.h",
-    "python.h", "tensors.h", "settings.h", "gradients.h", "others_hooks.h",
+    "python.h", "raised.h", "tensors.h", "settings.h", "gradients.h", "makers.h", "others_hooks.h",
     "pass.h", "graph.h", "names.h", "sightings.h", "attaching.h", "pass_type.h",
 )  # fmt: skip
 # Contracted operations would give other bits on other processors; the vector code asks for them by name.

@@ -112,6 +112,8 @@ Settings::~Settings() {
   if (Py_IsInitialized()) {
     const PyGILState_STATE gil = PyGILState_Ensure();
     Py_XDECREF(foreign);
+    Py_XDECREF(begins);
+    Py_XDECREF(ends);
     for (const auto& [named, names] : leaves) {
       Py_DECREF(named);
       Py_DECREF(names.frame);

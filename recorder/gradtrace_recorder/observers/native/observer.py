@@ -1,8 +1,8 @@
 """The Python side of the native observer: which passes it takes, and the names of what it hooks.
 
-The walk, the hooks and their rows are in C++. What is not, is done by the Python observer, wholly: a pass that makes
-Nodes, one inside another, one beside another; and in a pass that is taken the Functions
-that are defined in Python, and parameters whose gradient some hook is told of. Each is counted by reason.
+The walk, the hooks and their rows are in C++. What is not, is done by the Python observer, wholly: a pass inside
+another, one beside another; and in a pass that is taken the parameters whose gradient some hook is told of. Each is
+counted by reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradtrace_recorder.attribution import Frame
+from gradtrace_recorder.attribution import Attribution, Frame
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ParameterName
@@ -99,8 +99,6 @@ class NativeObserver(PythonObserver):
             return "summaries are made on a device"
         if recording.device_times.of_nodes:
             return "Nodes are timed on a device"
-        if call.create_graph:
-            return "create_graph"
         if len(self._open) > 1:
             return "inside or beside another pass"
         if recording.attribution.has_several_threads:
@@ -128,6 +126,7 @@ class _Shared:
             self._summary,
             (*names, string("grad_output"), string("grad_input")),
             _foreign(recording.summariser),
+            _makers(recording.attribution),
         )
         nothing = as_bytes(NOTHING)
         null = (NULL_BOOL, NULL_BOOL, NULL_FLOAT)
@@ -178,6 +177,22 @@ def _foreign(summariser: Summariser) -> Callable[[torch.Tensor], bytes]:
     return shape_and_summary
 
 
+def _makers(
+    attribution: Attribution,
+) -> tuple[Callable[[int, Frame], None], Callable[[int], None]]:
+    """What C++ tells of a Node that may make others: it begins, it ends. They hold no recording either.
+
+    Called in a hook, on the thread that runs the Node.
+    """
+
+    def ends(number: int) -> None:
+        began = attribution.node_ends(number)
+        if began is not None and attribution.must_tag:
+            attribution.tag((), began, number, ())  # without their outputs they cannot be told
+
+    return attribution.node_begins, ends
+
+
 class NativePassWatch(PassWatch):
     """One backward pass, watched in C++; what is left to Python shares its counters."""
 
@@ -196,6 +211,7 @@ class NativePassWatch(PassWatch):
         self._native = shared.begin(self)
         self.indexes = self._native
         self._is_released = False
+        self._makes_graph = call.create_graph
 
     @property
     def task(self) -> int | None:
@@ -213,12 +229,24 @@ class NativePassWatch(PassWatch):
         running = self._native.close()
         if self.half == "input" and self.half_done is not None:
             self.half_done.update(self._native.ended())
-        for index, name, number, frame, occurrence, parameter, start, thread, came_in in running:
+        for (
+            index,
+            name,
+            number,
+            frame,
+            occurrence,
+            parameter,
+            start,
+            thread,
+            making,
+            came_in,
+        ) in running:
             hooks = NodeHooks(
                 self, name, NO_SEQUENCE_NUMBER if number == NULL_INT64 else number, frame, occurrence
             )  # fmt: skip
             hooks.index, hooks.start, hooks.thread = index, start, thread
             hooks.parameter_fqn = parameter
+            hooks.is_maker = making
             hooks.came_in = [c and (c[0], torch.Size(c[1])) for c in came_in]
             self.running[index] = hooks
         culprit = super().close(failed=failed)
@@ -252,15 +280,10 @@ class NativePassWatch(PassWatch):
                 self._attach_native_leaf(which, variable, used_by)
         recording.attribution.mark_running()
         numbers, frames, first_known, unknown = recording.attribution.boundaries()
-        self.unattributed_count, own, self.may_begin_with_leaf = native.attach(
-            numbers, frames, first_known, unknown, recording.journal.string, bool(recording.settings.modules)
+        self.unattributed_count, self.may_begin_with_leaf = native.attach(
+            numbers, frames, first_known, unknown, recording.journal.string, bool(recording.settings.modules),
+            self._makes_graph,
         )  # fmt: skip
-        for node, name, number, frame, occurrence in own:
-            hooks = NodeHooks(self, name, number, frame, occurrence)
-            hooks.python_defined = True
-            self._hook(node, hooks)
-        if own:
-            self._shared.native.python_nodes["defined in Python"] += len(own)
 
     def _attach_native_leaf(self, which: int, variable: torch.Tensor, used_by: int) -> None:
         recording, native = self.recording, self._native
