@@ -161,7 +161,8 @@ def test_functions_leave_the_same_rows_with_less_detail(tmp_path: Path, summary:
 def test_an_interrupt_that_comes_while_a_hook_calls_python_reaches_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
 ) -> None:
-    original, came = getattr(*where), []
+    original = getattr(*where)
+    came: list[int] = []
 
     def interrupted(*arguments: Any) -> Any:
         if not came:
