@@ -75,6 +75,30 @@ PyObject* pass_walk(PyObject* self, PyObject* args) {
   });
 }
 
+// is_apart_from(other) -> whether none of the Nodes that `walk` found is the one that another pass runs on this thread.
+// Only then is it known which lists of hooks that pass is reading; false where it runs none, or more than one.
+PyObject* pass_is_apart_from(PyObject* self, PyObject* other) {
+  if (Py_TYPE(other) != Py_TYPE(self)) {
+    PyErr_SetString(PyExc_TypeError, "another pass");
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* {
+    const Attached& outer = of(other);
+    NodePtr running;
+    for (size_t at = 0; outer.buffers && at < outer.buffers->hooked.size(); ++at) {
+      const NodeState& state = outer.pass->state(at); // a Node is hooked as its state is made
+      if (state.index.load() < 0) {
+        continue;
+      }
+      if (running || state.thread != this_thread()) {
+        Py_RETURN_FALSE;
+      }
+      running = outer.buffers->hooked[at].node.lock();
+    }
+    return PyBool_FromLong(running && !of(self).buffers->seen.holds(running.get()));
+  });
+}
+
 // The boundaries between calls, as `Attribution` has them, followed upwards from a number on.
 class Boundaries {
  public:

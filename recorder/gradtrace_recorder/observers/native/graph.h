@@ -1,6 +1,7 @@
 // What is kept of a graph while its pass is watched: what a walk found, and which Nodes have hooks. Part of observer.cpp.
 //
-// A Node's hooks are changed with the GIL held, while no pass runs anywhere: the engine reads them without a lock.
+// A Node's hooks are changed with the GIL held, while no pass runs anywhere that may come to it: the engine reads them
+// without a lock.
 #pragma once
 
 #include "pass.h"
@@ -48,6 +49,10 @@ class Seen {
     }
     at = node;
     return true;
+  }
+
+  bool holds(const Node* node) {
+    return place(node) != nullptr;
   }
 
  private:

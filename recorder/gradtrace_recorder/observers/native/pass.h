@@ -375,7 +375,7 @@ struct Before : torch::autograd::FunctionPreHook {
   NodeState& state_;
 };
 
-struct After : torch::autograd::FunctionPostHook {
+struct After : OursAfter {
   explicit After(NodeState& state) : state_(state) {}
   variable_list operator()(const variable_list& outgoing, const variable_list& incoming) override {
     state_.after.pass->after(state_, outgoing, incoming);

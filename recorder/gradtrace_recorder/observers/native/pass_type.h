@@ -200,6 +200,7 @@ PyObject* pass_error(PyObject* self, void*) {
 
 PyMethodDef pass_methods[] = {
     {"walk", pass_walk, METH_VARARGS, "Find every Node that can be reached from the roots."},
+    {"is_apart_from", pass_is_apart_from, METH_O, "Whether none of them is the one that another pass runs."},
     {"attach", pass_attach, METH_VARARGS, "Hook the Nodes that walk found."},
     {"attach_leaves", pass_attach_leaves, METH_VARARGS, "Hook every AccumulateGrad that walk found, as far as it can."},
     {"attach_leaf", pass_attach_leaf, METH_VARARGS, "Hook an AccumulateGrad that walk found."},
