@@ -28,6 +28,8 @@ from gradtrace_schemas.journal_reader import (
 )
 from gradtrace_schemas.nodes import NODE_EVENTS
 
+_COPIED_AT_ONCE = 256  # records
+
 
 @dataclass(frozen=True)
 class Journal:
@@ -117,13 +119,42 @@ def _last_of_equal(records: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _snapshot(path: Path) -> bytes:
     """The journal's bytes, its front read after its records.
 
-    The records of a living rank use strings that may be newer than a front read before them.
+    The records of a living rank use strings that may be newer than a front read before them. A ring may have turned
+    meanwhile: what is new in it is copied again, which takes a moment, where the whole takes several steps.
     """
     with open(path, "rb") as file:
-        whole = file.read()
+        whole = bytearray(file.read())
         if len(whole) < HEADER.itemsize:
-            return whole
-        start = int(np.frombuffer(whole, HEADER, 1)["records_offset"][0])
-        file.seek(0)
-        front = file.read(min(start, len(whole)))
-        return front + whole[len(front) :]
+            return bytes(whole)
+        front = whole[: HEADER.itemsize]
+        now = os.pread(file.fileno(), HEADER.itemsize, 0)
+        if now != front and _drained(now) != _drained(front):
+            _copy_again(file.fileno(), whole, np.frombuffer(now, HEADER, 1)[0])
+        now = os.pread(file.fileno(), HEADER.itemsize, 0)
+        header = np.frombuffer(now, HEADER, 1)[0]
+        used = int(header["strings_offset"]) + int(header["strings_used"])
+        front = bytearray(os.pread(file.fileno(), min(used, int(header["records_offset"])), 0))
+        front[: HEADER.itemsize] = now  # what it says of strings is what was copied
+        return bytes(front + whole[len(front) :])
+
+
+def _drained(header: bytes | bytearray) -> int:
+    return int(np.frombuffer(header, HEADER, 1)["drained"][0])
+
+
+def _copy_again(file: int, whole: bytearray, header: Any) -> None:
+    """Copy the records after the drained ones, up to one that is not the next."""
+    size, start = int(header["record_bytes"]), int(header["records_offset"])
+    places = 2 * int(header["half_records"])
+    number = first = int(header["drained"])
+    while size >= 8 and number - first < places and len(whole) >= start + places * size:
+        at = number % places
+        count = min(_COPIED_AT_ONCE, places - at)
+        data = os.pread(file, count * size, start + at * size)
+        if len(data) < count * size:
+            return
+        whole[start + at * size : start + at * size + len(data)] = data
+        for place in range(count):
+            number += 1
+            if int.from_bytes(data[place * size : place * size + 8], "little") != number:
+                return

@@ -9,45 +9,34 @@ from __future__ import annotations
 import collections
 import contextlib
 import mmap
-import os
 import struct
-import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from gradtrace_schemas import SCHEMA_VERSION
+from gradtrace_recorder.journal_file import new_journal_file
+from gradtrace_recorder.ring import Ring
+from gradtrace_recorder.thread_notes import INSIDE, NOWHERE, Place, ThreadNotes, pack_u64
 from gradtrace_schemas.journal import (
     DROP_KINDS,
     DROPS,
     DROPS_OFFSET,
-    FORMAT_VERSION,
     HEADER,
-    HEADER_BYTES,
     HELD_PLACES,
-    IN_BACKWARD,
-    IN_MODULE,
-    IN_OPTIMIZER,
     JOURNAL_TABLES,
     KINDS,
-    MAGIC,
     NULL_INT32,
     NULL_STRING,
-    PLACE,
-    PLACES_OFFSET,
     RECORD_BYTES,
-    RUNNING,
     RUNNING_OUTCOME,
-    THREAD,
-    THREAD_DEPTH,
-    THREAD_SLOTS,
     record_struct,
     struct_format,
 )
+
+__all__ = ["INSIDE", "NOWHERE", "JournalWriter", "Place"]
 
 HALF_RECORDS = 32_768
 STRINGS_BYTES = 8 << 20
@@ -55,20 +44,11 @@ _MOST_TEXT_BYTES = 64 << 10
 _LONG_TEXT_BYTES = 256
 _AMENDED_AT_ONCE = 256
 
-# Native, where that is the same: it stores the word in one instruction, which no kill cuts in two.
-_pack_u64 = struct.Struct("@Q" if sys.byteorder == "little" else "<Q").pack_into
 _U32 = struct.Struct("<I")
-_RUNNING = struct.Struct("<" + struct_format(RUNNING))
-_pack_place = struct.Struct("<" + struct_format(PLACE)).pack_into
 _pack_drop = struct.Struct("<" + struct_format(DROPS)).pack_into
-INSIDE = (IN_MODULE, IN_BACKWARD, IN_OPTIMIZER)
-Place = tuple[int, int, int, int, int, int, int]
-NOWHERE: Place = (0, NULL_STRING, NULL_INT32, NULL_INT32, NULL_INT32, NULL_INT32, NULL_INT32)
-_THREAD_HEAD = 16
-_PLACES_AT = [PLACES_OFFSET + slot * PLACE.itemsize for slot in range(THREAD_SLOTS)]
 
 
-class JournalWriter:
+class JournalWriter(ThreadNotes):
     """One rank's journal, open for writing. Methods may be called on any thread.
 
     Raises OSError when the file cannot be allocated: a full disk is an error here, not a SIGBUS later.
@@ -94,15 +74,24 @@ class JournalWriter:
         self._lost_steps: dict[str, tuple[int, int]] = {}
         self.texts: list[str] = []
         self._numbers: dict[str, int] = {}
-        self._running_offset = HEADER_BYTES
-        self._held_offset = HEADER_BYTES + THREAD_SLOTS * THREAD.itemsize
-        self._strings_offset = self._held_offset + HELD_PLACES * RECORD_BYTES
         self._strings_bytes = strings_bytes
         self._strings_used = 0
-        page = mmap.PAGESIZE
-        self._records_offset = -(-(self._strings_offset + strings_bytes) // page) * page
-        size = self._records_offset + 2 * half_records * RECORD_BYTES
-        self._map = _allocated(path, size)
+        file = new_journal_file(
+            path,
+            half_records=half_records,
+            strings_bytes=strings_bytes,
+            rank=rank,
+            attempt=attempt,
+            wall_start_ns=wall_start_ns,
+            monotonic_start_ns=monotonic_start_ns,
+            heartbeat_ns=wall_start_ns,
+            process_start=process_start,
+            machine=machine,
+        )
+        super().__init__(file.map, file.running_offset)
+        self._held_offset = file.held_offset
+        self._strings_offset = file.strings_offset
+        self._records_offset = file.records_offset
         self._pack = {KINDS[t.name]: record_struct(t).pack_into for t in JOURNAL_TABLES}
         self._counts = [0] * (max(KINDS.values()) + 1)
         self._names = {KINDS[t.name]: t.name for t in JOURNAL_TABLES}
@@ -111,37 +100,8 @@ class JournalWriter:
         self._drained = 0
         self._limit = self._places
         self._next_half = half_records
-        # Reentrant: a signal handler of the job may run modules while one of these methods is at work. Hence
-        # what is claimed under it (a number, a place) is claimed before it is filled.
-        self.lock = threading.RLock()
-        self._make_room: Callable[[], bool] | None = None
-        self._lasting: list[tuple[int, int, tuple[float | bytes, ...]]] = []
-        self._slots: dict[int, int] = {}
-        self._depths = [0] * THREAD_SLOTS
-        self._places_now: list[Place] = [NOWHERE] * THREAD_SLOTS
+        self._ring: Ring | None = None
         self._free_places = list(range(HELD_PLACES))
-        header = np.zeros((), HEADER)
-        header["format_version"] = FORMAT_VERSION
-        header["schema_version"] = SCHEMA_VERSION
-        header["record_bytes"] = RECORD_BYTES
-        header["half_records"] = half_records
-        header["running_offset"] = self._running_offset
-        header["held_offset"] = self._held_offset
-        header["strings_offset"] = self._strings_offset
-        header["strings_bytes"] = strings_bytes
-        header["records_offset"] = self._records_offset
-        header["pid"] = os.getpid()
-        header["rank"] = rank
-        header["attempt"] = attempt
-        header["wall_start_ns"] = wall_start_ns
-        header["monotonic_start_ns"] = monotonic_start_ns
-        header["heartbeat_ns"] = wall_start_ns
-        header["process_start"] = process_start
-        header["machine"] = machine
-        header["places_offset"] = PLACES_OFFSET
-        header["drops_offset"] = DROPS_OFFSET
-        self._map[: HEADER.itemsize] = header.tobytes()
-        self._map[: len(MAGIC)] = MAGIC
         self._no_room = self.string("(a name that the journal had no room for)")
         self.string(RUNNING_OUTCOME)
 
@@ -155,7 +115,7 @@ class JournalWriter:
             self._written = number = self._written + 1
             offset = self._records_offset + ((number - 1) % self._places) * RECORD_BYTES
             self._pack[kind](self._map, offset + 8, kind, *values, number)
-            _pack_u64(self._map, offset, number)
+            pack_u64(self._map, offset, number)
             self._counts[kind] += 1
             if number == self._next_half:
                 self._next_half += self.half_records
@@ -166,8 +126,8 @@ class JournalWriter:
         with self.lock:
             before = self._written
             self.append(kind, *values)
-            if self._make_room is not None and self._written > before:
-                self._lasting.append((self._written, kind, values))
+            if self._ring is not None and self._written > before:
+                self._ring.add_lasting(self._written, kind, values)
 
     def hold(self, kind: int, *values: float | bytes) -> int | None:
         """Keep a row that `settle` will complete: it is read as it stands where the rank dies before. Its place,
@@ -178,7 +138,7 @@ class JournalWriter:
             place = self._free_places.pop()
             offset = self._held_offset + place * RECORD_BYTES
             self._pack[kind](self._map, offset + 8, kind, *values, 0)
-            _pack_u64(self._map, offset, 1)
+            pack_u64(self._map, offset, 1)
             return place
 
     def settle(self, place: int | None, kind: int, *values: float | bytes) -> None:
@@ -188,9 +148,9 @@ class JournalWriter:
                 if self._written >= self._limit:
                     self._found_room()
                 offset = self._held_offset + place * RECORD_BYTES
-                _pack_u64(self._map, offset + RECORD_BYTES - 8, self._written + 1)
+                pack_u64(self._map, offset + RECORD_BYTES - 8, self._written + 1)
                 self.append(kind, *values)
-                _pack_u64(self._map, offset, 0)
+                pack_u64(self._map, offset, 0)
                 self._free_places.append(place)
             else:
                 self.append(kind, *values)
@@ -199,7 +159,7 @@ class JournalWriter:
         """Forget a held row, of which nothing comes."""
         with self.lock:
             if place is not None and self._limit >= 0:
-                _pack_u64(self._map, self._held_offset + place * RECORD_BYTES, 0)
+                pack_u64(self._map, self._held_offset + place * RECORD_BYTES, 0)
                 self._free_places.append(place)
 
     def string(self, text: str | None) -> int:
@@ -208,50 +168,6 @@ class JournalWriter:
             return NULL_STRING
         number = self._numbers.get(text)
         return number if number is not None else self._add_string(text)
-
-    def push_running(self, thread: int, *entry: int) -> None:
-        """Note what the thread is about to run: the fields of RUNNING, without the spare one."""
-        slot = self._slots.get(thread)
-        if slot is None:
-            slot = self._new_slot(thread)
-            if slot is None:
-                return
-        depth = self._depths[slot]
-        self._depths[slot] = depth + 1
-        if depth < THREAD_DEPTH:
-            start = self._running_offset + slot * THREAD.itemsize
-            _RUNNING.pack_into(
-                self._map, start + _THREAD_HEAD + depth * RUNNING.itemsize, *entry, 0
-            )
-            _pack_u64(self._map, start + 8, depth + 1)
-
-    def pop_running(self, thread: int) -> None:
-        """The thread has finished what it noted last."""
-        slot = self._slots.get(thread)
-        if slot is None or not self._depths[slot]:
-            return
-        depth = self._depths[slot] - 1
-        self._depths[slot] = depth
-        if depth < THREAD_DEPTH:
-            _pack_u64(self._map, self._running_offset + slot * THREAD.itemsize + 8, depth)
-
-    def move(self, thread: int, moved_ns: int, place: Place) -> None:
-        """Note where the thread is from now on: kind, name, root, call_index, step, microbatch, backward_index.
-
-        About half a microsecond a call, so that a rank which hangs or dies outside any Node can say where.
-        """
-        slot = self._slots.get(thread)
-        if slot is None:
-            slot = self._new_slot(thread)
-            if slot is None:
-                return
-        self._places_now[slot] = place
-        _pack_place(self._map, _PLACES_AT[slot], moved_ns, *place, 0, moved_ns)
-
-    def place_of(self, thread: int) -> Place:
-        """Where the thread is, by its last `move`."""
-        slot = self._slots.get(thread)
-        return NOWHERE if slot is None else self._places_now[slot]
 
     def beat(self, wall_ns: int) -> None:
         """Say that the process lives. Called on the drain thread, about once a second."""
@@ -323,31 +239,35 @@ class JournalWriter:
 
     def mark_drained(self, last: int) -> None:
         """All records up to `last` lie in parts: their half is free again, of a ring each place."""
+        with self.lock:
+            if self._ring is not None:
+                self._ring.drained(last)
+                self.free(last)
+                return
+            self._store("drained", last)
+            self._drained = last
+            self._limit = (last // self.half_records) * self.half_records + self._places
+
+    def keep_as_ring(self) -> Ring:
+        """From now on the newest records are what counts. Gives what says which."""
+        self._ring = Ring(self)
+        return self._ring
+
+    @property
+    def room(self) -> int:
+        """How many records have room."""
+        return self._limit - self._written
+
+    def free(self, last: int) -> None:
+        """The places of all records up to `last` are free again."""
         self._store("drained", last)
         with self.lock:
             self._drained = last
-            if self._make_room is None:
-                last = (last // self.half_records) * self.half_records
-            self._lasting = [entry for entry in self._lasting if entry[0] > last]
             self._limit = last + self._places
 
-    def keep_as_ring(self, make_room: Callable[[], bool]) -> None:
-        """The newest records are what counts: `make_room` is called when no place is free, and may let go of some."""
-        self._make_room = make_room
-
-    def let_go(self, last: int, step: int) -> None:
-        """No record up to `last` is wanted any more; lasting ones are written again, as of `step`."""
-        with self.lock:
-            stale = [entry for entry in self._lasting if entry[0] <= last]
-            # A rank that is killed in between has such a row twice rather than not at all.
-            has_room = self._limit - self._written >= len(stale)
-            if has_room:
-                self._carry(stale, step)
-            self._store("drained", last)
-            self._drained = last
-            self._limit = last + self._places
-            if not has_room:
-                self._carry(stale, step)
+    def took_not_finite(self) -> bool:
+        """Whether hooks that run without Python have seen a value that is not finite since this was asked last."""
+        return False
 
     def forget(self) -> None:
         """In a forked child: whatever still writes here writes nowhere. Another process's file is never touched."""
@@ -369,16 +289,10 @@ class JournalWriter:
     def _found_room(self) -> bool:
         return (
             self._limit >= 0
-            and self._make_room is not None
-            and self._make_room()
+            and self._ring is not None
+            and self._ring.make_room()
             and self._written < self._limit
         )
-
-    def _carry(self, entries: list[tuple[int, int, tuple[float | bytes, ...]]], step: int) -> None:
-        for entry in entries:
-            self._lasting.remove(entry)
-            _, kind, values = entry
-            self.append_lasting(kind, step, *values[1:])
 
     def _drop(self, kind: int, step: int | None) -> None:
         name = self._names[kind] if kind else "names"
@@ -395,7 +309,7 @@ class JournalWriter:
 
     def _store(self, name: str, value: int) -> None:
         assert HEADER.fields is not None
-        _pack_u64(self._map, HEADER.fields[name][1], value)
+        pack_u64(self._map, HEADER.fields[name][1], value)
 
     def _add_string(self, text: str) -> int:
         data = text.encode("utf-8", "replace")
@@ -418,38 +332,3 @@ class JournalWriter:
             self._map[at + 4 : at + 4 + len(data)] = data
             self._store("strings_used", self._strings_used)
             return number
-
-    def _new_slot(self, thread: int) -> int | None:
-        with self.lock:
-            if len(self._slots) == THREAD_SLOTS:
-                # Threads come and go: the slot of one that runs nothing serves the next.
-                idle = [
-                    t
-                    for t, s in self._slots.items()
-                    if self._depths[s] == 0 and self._places_now[s][0] not in INSIDE
-                ]
-                if not idle:
-                    return None
-                slot = self._slots.pop(idle[0])
-            else:
-                slot = len(self._slots)
-            self._slots[thread] = slot
-            self._places_now[slot] = NOWHERE
-            _pack_place(self._map, _PLACES_AT[slot], 0, *NOWHERE, 0, 0)
-            struct.pack_into(
-                "<qQ", self._map, self._running_offset + slot * THREAD.itemsize, thread, 0
-            )
-            return slot
-
-
-def _allocated(path: Path, size: int) -> mmap.mmap:
-    """A new file of that size, all of it allocated, mapped."""
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-        return mmap.mmap(descriptor, size)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,6 @@ The order is that of the table's declaration in `gradtrace_schemas`; the journal
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import torch
 from gradtrace_recorder.flight import Flight
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_recorder.naming import ParameterName
+from gradtrace_recorder.row_fields import int32_field, int64_field, kinds_of, names_field
 from gradtrace_recorder.summaries.summariser import shape_fields
 from gradtrace_recorder.summaries.values import Packed, as_bytes
 from gradtrace_recorder.timeline import StepTotals, Timeline
@@ -99,7 +99,7 @@ class Rows:
             string(name.kind),
             *shape_fields(tensor),
             int(tensor.requires_grad),
-            string(_names(name.others) if name.others else None),
+            string(names_field(name.others) if name.others else None),
             as_bytes(summary),
         )
 
@@ -122,7 +122,7 @@ class Rows:
             string(optimizer_class),
             NULL_FLOAT if learning_rate is None else learning_rate,
             string(hyperparameters),
-            string(_names(parameter_fqns)),
+            string(names_field(parameter_fqns)),
         )
 
     def module_call(
@@ -262,18 +262,18 @@ class Rows:
             int(is_last),
             string(hook_name),
             string(group),
-            string(_names(parameter_fqns)),
+            string(names_field(parameter_fqns)),
             size_bytes,
-            _int64(ready_ns),
+            int64_field(ready_ns),
             launched_ns,
-            _int64(done_ns),
+            int64_field(done_ns),
             device_ns,
-            _int32(root),
+            int32_field(root),
             string(module_fqn),
             string(kind),
-            _int32(layout_index),
-            _int32(divisor),
-            _int64(collective_seq),
+            int32_field(layout_index),
+            int32_field(divisor),
+            int64_field(collective_seq),
             numel,
             string(dtype),
             as_bytes(before),
@@ -309,7 +309,7 @@ class Rows:
     ) -> tuple[float | bytes, ...]:
         string = self._journal.string
         return (
-            _int32(stage_index), string(kind), occurrence, start_ns, _int64(end_ns), device_ns, string(error),
+            int32_field(stage_index), string(kind), occurrence, start_ns, int64_field(end_ns), device_ns, string(error),
             as_bytes(received), as_bytes(sent),
         )  # fmt: skip
 
@@ -327,7 +327,7 @@ class Rows:
         """A process group, or a module whose gradients are reduced over it."""
         string = self._journal.string
         texts = (string(name), string(ranks), string(backend), string(role))
-        reducing = (_int32(root), string(module_fqn), string(hook_name), string(unobserved))
+        reducing = (int32_field(root), string(module_fqn), string(hook_name), string(unobserved))
         timeline = self._timeline
         head = (timeline.step, timeline.microbatch, NULL_INT32)
         self._journal.append_lasting(KINDS["groups"], *head, *texts, *reducing)
@@ -355,7 +355,7 @@ class Rows:
         call: tuple[int, ...] = (NULL_INT32, NULL_INT32, NULL_STRING)
         if culprit is not None:
             frame = culprit.frame
-            came = None if culprit.came_in is None else _names(_kinds(culprit.came_in))
+            came = None if culprit.came_in is None else names_field(kinds_of(culprit.came_in))
             of_node = (culprit.parameter_fqn, culprit.number, culprit.start, string(came))
             call = (frame.step, frame.microbatch, frame.phase)
         changer = change.frame if change is not None else None
@@ -372,7 +372,7 @@ class Rows:
             root,
             module_fqn,
             call_index,
-            _int32(stage_index),
+            int32_field(stage_index),
             string(exception_type),
             string(exception_text[:4000]),
             string(traceback[-16000:] if traceback else None),
@@ -388,32 +388,3 @@ class Rows:
         self._journal.append(
             KINDS[table], timeline.step, timeline.microbatch, backward_index, *fields
         )
-
-
-# A text of the journal has at most 64 KiB.
-_MOST_TEXT = 48 << 10
-
-
-def _names(names: Sequence[str | None]) -> str:
-    """A list of names as JSON; of very many, the first and how many more."""
-    text, kept = json.dumps(list(names)), len(names)
-    while len(text) > _MOST_TEXT:
-        kept //= 2
-        text = json.dumps([*names[:kept], f"... and {len(names) - kept} more"])
-    return text
-
-
-def _kinds(came_in: Sequence[tuple[torch.dtype, torch.Size] | None]) -> list[str | None]:
-    """`float32[4, 6]` for each gradient."""
-    return [
-        None if one is None else f"{str(one[0]).removeprefix('torch.')}{list(one[1])}"
-        for one in came_in
-    ]
-
-
-def _int32(value: int | None) -> int:
-    return NULL_INT32 if value is None else value
-
-
-def _int64(value: int | None) -> int:
-    return NULL_INT64 if value is None else value

@@ -250,10 +250,11 @@ def test_records_of_both_halves_are_found_while_they_are_drained(bench: Bench) -
 def test_a_ring_that_let_go_of_a_record_is_not_written_over(bench: Bench) -> None:
     """As in flight mode: the place belongs to a newer record when the old one's summary comes."""
     journal = bench.journal
-    journal.keep_as_ring(lambda: False)
+    ring = journal.keep_as_ring()
     old = [bench.ask() for _ in range(16)]
+    ring.end_step(0)
     bench.joiner.join()
-    journal.let_go(16, 0)
+    ring.keep(0)
     new = [bench.ask() for _ in range(16)]
     for ticket in old:
         bench.leave(ticket)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import threading
@@ -20,14 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 import gradtrace_recorder
 from gradtrace_recorder.observers.native.build import CACHE_VARIABLE, library
-from gradtrace_schemas import TABLES
 from gradtrace_schemas.journal import NULL_INT32
 from support import native
 from support.host_device import host_device
 from support.recorded import recording, rows
-
-# Clocks, and what counts on in one process.
-_APART = {"start_ns", "end_ns", "thread", "time_ns", "node_start_ns", "traceback", "device_ns"}
+from support.same_rows import both
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,55 +32,6 @@ def built() -> Iterator[None]:
     native.build_or_skip()
     yield
     os.environ[CACHE_VARIABLE] = before
-
-
-def tables(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """All rows of the tables that an observer writes; sequence numbers counted from the first of each pass."""
-    found = {}
-    for name in ("node_events", "node_tensors", "gradients", "backward_passes", "failures"):
-        columns = [c.name for c in TABLES[name].columns if c.name not in _APART]
-        query = f"SELECT {', '.join(columns)} FROM {name} ORDER BY record_index"
-        found[name] = [dict(zip(columns, row, strict=True)) for row in rows(run, query)]
-    for name in ("node_events", "failures"):
-        numbers = [r["autograd_seq"] for r in found[name] if r["autograd_seq"] is not None]
-        for row in found[name]:
-            if row["autograd_seq"] is not None:
-                row["autograd_seq"] -= min(numbers)
-    return found
-
-
-def assert_same(native_rows: Any, python_rows: Any, at: str = "", scale: float = 1.0) -> None:
-    """Equal, but for the last digits of norms, sums and sketches."""
-    if isinstance(python_rows, dict):
-        assert native_rows.keys() == python_rows.keys(), at
-        norms = [v for k, v in python_rows.items() if k.endswith("norm") and v is not None]
-        for key, value in python_rows.items():
-            assert_same(native_rows[key], value, f"{at}/{key}", max([1e-30, *norms]))
-    elif isinstance(python_rows, list):
-        assert len(native_rows) == len(python_rows), at
-        for n, (one, other) in enumerate(zip(native_rows, python_rows, strict=True)):
-            assert_same(one, other, f"{at}/{n}", scale)
-    elif isinstance(python_rows, float) and not at.endswith("abs_max"):
-        assert native_rows == pytest.approx(python_rows, abs=4e-6 * scale, rel=1e-6, nan_ok=True), (
-            at
-        )
-    else:
-        assert native_rows == python_rows, at
-
-
-def both(folder: Path, job: Callable[[], Any], **settings: Any) -> dict[str, Any]:
-    """Record the job with each observer, hold the rows against each other, and give the native observer's account."""
-    results = []
-    for observer in ("python", "native"):
-        with recording(folder / observer, observer=observer, **settings):
-            results.append(job())
-    assert repr(results[0]) == repr(results[1])
-    python_rows = tables(folder / "python")
-    assert python_rows["node_events"]
-    assert_same(tables(folder / "native"), python_rows)
-    rank = json.loads((folder / "native" / "ranks" / "rank=00000-0.json").read_text())
-    account: dict[str, Any] = rank["observer"]
-    return account
 
 
 class Doubled(torch.autograd.Function):

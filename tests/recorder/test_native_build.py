@@ -73,6 +73,54 @@ def test_without_a_compiler_it_says_so_and_python_records(
     assert rows(tmp_path / "run", "SELECT count(*) FROM backward_passes") == [(1,)]
 
 
+def test_without_a_home_and_where_nothing_can_be_kept_it_says_so_and_python_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    def nobody(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotBuilt, match=r"cannot be kept in .*name another folder in GRADTRACE_"):
+        build_native()
+    for name in ("HOME", "XDG_CACHE_HOME", CACHE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    with pytest.raises(NotBuilt, match="no home directory; name a folder in GRADTRACE_"):
+        build_native()
+    with recording(tmp_path / "run", observer="native", strict=False):
+        torch.ones(2, requires_grad=True).sum().backward()
+    assert "none is built for this torch" in capfd.readouterr().err
+    assert rows(tmp_path / "run", "SELECT count(*) FROM backward_passes") == [(1,)]
+
+
+def test_a_library_that_was_cut_off_ends_no_job_and_is_built_anew(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a full disk or a power failure leaves one: to load it raises SIGBUS. In a process of its own, for that."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, library)))
+    built = build_native()
+    whole = built.read_bytes()
+    built.write_bytes(whole[: len(whole) // 4])
+    job = "import torch; torch.ones(2, requires_grad=True).sum().backward()"
+    environment = {**os.environ, "GRADTRACE_DIR": str(tmp_path / "run")}
+    done = subprocess.run(
+        [sys.executable, "-c", job], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
+    assert "is cut off (python -m gradtrace_recorder build makes a new one)" in done.stderr
+    assert rows(tmp_path / "run", "SELECT count(*) FROM backward_passes") == [(1,)]
+    assert build_native() == built and built.read_bytes() == whole
+    calls = len((tmp_path / "log").read_text().splitlines())
+    (built.parent / "lock").unlink()
+    (built.parent / "lock").mkdir()  # nothing can be locked there, nor need it be
+    assert build_native() == built
+    assert len((tmp_path / "log").read_text().splitlines()) == calls + 1  # which compiler it is
+
+
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 from gradtrace_analyzer.database import connect
 from gradtrace_analyzer.run import open_run
 from gradtrace_schemas import ALL_TABLES
+from support import native
 from support.launcher import run_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,8 +180,8 @@ def rows_by_step(run: Path) -> dict[int, Counter[str]]:
     return found
 
 
-def endless(run: Path, half_records: int, steps: int = 10**9) -> subprocess.Popen[str]:
-    environment = os.environ | {"GRADTRACE_DIR": str(run), "OMP_NUM_THREADS": "1", **FLIGHT}
+def endless(run: Path, half_records: int, steps: int = 10**9, **more: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"GRADTRACE_DIR": str(run), "OMP_NUM_THREADS": "1", **FLIGHT, **more}
     command = [sys.executable, "-c", ENDLESS, str(half_records), str(steps)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "running\n"
@@ -189,9 +190,10 @@ def endless(run: Path, half_records: int, steps: int = 10**9) -> subprocess.Pope
 
 def test_killed_or_alive_only_whole_steps_are_shown(tmp_path: Path) -> None:
     """Steps end to end, each with all its rows, but for the one in which the rank was caught."""
-    for number in range(2):
-        run = tmp_path / str(number)
-        process = endless(run, 130)
+    for observer in ("python", "native"):
+        run = tmp_path / observer
+        cache = str(native.build_or_skip().parents[2]) if observer == "native" else ""
+        process = endless(run, 130, GRADTRACE_OBSERVER=observer, GRADTRACE_NATIVE_CACHE=cache)
         try:
             for _ in range(6):
                 assert_whole(rows_by_step(run))

@@ -13,52 +13,18 @@ from torch import nn
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.relays import RELAYS, Relay, hook_name
+from gradtrace_recorder.sources.ddp_modules import (
+    KnownDdp,
+    OpenBucket,
+    layout_of,
+    result_of,
+    why_unobserved,
+)
 from gradtrace_recorder.sources.groups import collective_seq, write_reducing_module
 from gradtrace_recorder.sources.state import inside_backward, record_gradients
 from gradtrace_recorder.summaries.device.backends import is_on_device
-from gradtrace_recorder.summaries.device.times import Moment
-from gradtrace_schemas.journal import NULL_INT64
 
 P = ParamSpec("P")
-
-
-class _Ddp:
-    """What is known of one DDP module. `state` is that of its latest call: its reducer goes by no other."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = weakref.ref(module)
-        # `replicate` calls the reducer from hooks: there is no wrapper's call to see.
-        self.is_called = not isinstance(module.module, nn.ParameterList)
-        self.parameter_ids = {id(p) for p in module.parameters() if p.requires_grad}
-        self.inner_ids = {id(m) for m in module.module.modules()} if self.is_called else set()
-        self.unobserved: str | None = None
-        self.state: str | None = None
-        self.layouts: dict[int, tuple[int, ...]] = {}
-        self.layout_index = 0
-        self.is_written = False
-        self.group = ""
-        self.place: tuple[int | None, str | None] = (None, None)
-
-
-class _Bucket:
-    """A bucket that was launched and has no row yet."""
-
-    __slots__ = (
-        "device_began", "device_ns", "done_ns", "fields", "future", "held", "is_on_cpu", "parameter_ids", "place",
-        "relay",
-    )  # fmt: skip
-
-    def __init__(self, relay: Relay, parameter_ids: tuple[int, ...], *, is_on_cpu: bool) -> None:
-        self.relay = relay
-        self.parameter_ids = parameter_ids
-        self.is_on_cpu = is_on_cpu
-        self.future: Any = None
-        self.done_ns: int | None = None
-        self.device_began: Moment | None = None
-        self.device_ns = NULL_INT64
-        self.held: int | None = None
-        self.place: tuple[int, int, int] = (0, 0, 0)
-        self.fields: dict[str, Any] = {}
 
 
 def _guarded(
@@ -87,8 +53,8 @@ class DdpSource:
     def __init__(self, gate: Gate, guard: Guard) -> None:
         self._gate = gate
         self.guard = guard
-        self._known: weakref.WeakKeyDictionary[Any, _Ddp] = weakref.WeakKeyDictionary()
-        self._open: list[_Bucket] = []
+        self._known: weakref.WeakKeyDictionary[Any, KnownDdp] = weakref.WeakKeyDictionary()
+        self._open: list[OpenBucket] = []
         self._ready: dict[int, int] = {}
         self._backward_index = 0
 
@@ -189,7 +155,7 @@ class DdpSource:
 
     # What the relays tell.
 
-    def launched(self, relay: Relay, bucket: Any) -> _Bucket | None:
+    def launched(self, relay: Relay, bucket: Any) -> OpenBucket | None:
         """A bucket's hook is about to run."""
         recording = self._gate.recording
         if recording is None or not self.guard.is_open:
@@ -202,7 +168,7 @@ class DdpSource:
         return None
 
     @_guarded
-    def reducing(self, opened: _Bucket, future: Any) -> None:
+    def reducing(self, opened: OpenBucket, future: Any) -> None:
         """Its hook has returned a future."""
         recording, relay = self._gate.recording, opened.relay
         if recording is None:
@@ -221,21 +187,21 @@ class DdpSource:
             future.add_done_callback(lambda _: self.done_on_device(opened))
         opened.held = recording.rows.hold_bucket(*opened.place, **opened.fields)
 
-    def done(self, opened: _Bucket) -> None:
+    def done(self, opened: OpenBucket) -> None:
         """Its reduction is done."""
         recording = self._gate.recording
         if recording is not None:
             opened.done_ns = recording.timeline.now()
 
     @_guarded
-    def done_on_device(self, opened: _Bucket) -> None:
+    def done_on_device(self, opened: OpenBucket) -> None:
         """The device has been given its reduction."""
         recording, began = self._gate.recording, opened.device_began
         opened.device_began = None
         if recording is not None and began is not None:
             opened.device_ns = recording.device_times.end(began)
 
-    def _launched(self, recording: Recording, relay: Relay, bucket: Any) -> _Bucket:
+    def _launched(self, recording: Recording, relay: Relay, bucket: Any) -> OpenBucket:
         timeline = recording.timeline
         entered = timeline.now()
         is_shadow = not inside_backward()
@@ -246,7 +212,7 @@ class DdpSource:
         about = self._about(relay.ddp) if relay.ddp is not None else None
         buffer = bucket.buffer()
         index = bucket.index()
-        opened = _Bucket(relay, ids, is_on_cpu=not is_on_device(buffer))
+        opened = OpenBucket(relay, ids, is_on_cpu=not is_on_device(buffer))
         opened.place = (timeline.step, timeline.microbatch, self._backward_index)
         ready = [self._ready[key] for key in ids if key in self._ready]
         root, module_fqn = self._place(recording, about, parameters)
@@ -261,7 +227,7 @@ class DdpSource:
             "root": root,
             "module_fqn": module_fqn,
             "kind": "shadow" if is_shadow else "all_reduce",
-            "layout_index": None if about is None else _layout(about, index, ids),
+            "layout_index": None if about is None else layout_of(about, index, ids),
             "numel": buffer.numel(),
             "dtype": str(buffer.dtype).removeprefix("torch."),
             "divisor": None,
@@ -283,7 +249,7 @@ class DdpSource:
                 break
             del self._open[0]
             after, done_ns = None, None
-            result = _result(bucket.future)
+            result = result_of(bucket.future)
             if result is not None:
                 # A callback that notes the time may run a moment after the reducer has stopped waiting.
                 done_ns = bucket.done_ns or recording.timeline.now()
@@ -299,25 +265,25 @@ class DdpSource:
                 device_ns=bucket.device_ns,
             )
 
-    def _about(self, ddp: Any) -> _Ddp:
+    def _about(self, ddp: Any) -> KnownDdp:
         """What is known of a DDP module; the first time it is looked at, it gets a relay."""
         about = self._known.get(ddp)
         if about is None:
-            about = self._known[ddp] = _Ddp(ddp)
+            about = self._known[ddp] = KnownDdp(ddp)
             RELAYS.ddps.add(ddp)
             about.group = ddp.process_group.group_name
-            about.unobserved = _why_unobserved(ddp)
+            about.unobserved = why_unobserved(ddp)
             if about.unobserved is None and RELAYS.of(ddp.reducer) is None:
                 RELAYS.give(ddp)
         return about
 
-    def _touched(self) -> Iterable[_Ddp]:
+    def _touched(self) -> Iterable[KnownDdp]:
         """The DDP modules of which the pass accumulated a gradient; where that was not watched for, all."""
         every = [about for ddp, about in self._known.items()]
         touched = [about for about in every if about.parameter_ids & self._ready.keys()]
         return touched if self._ready else every
 
-    def _state(self, about: _Ddp) -> str | None:
+    def _state(self, about: KnownDdp) -> str | None:
         if any(not about.parameter_ids.isdisjoint(bucket.parameter_ids) for bucket in self._open):
             return "sync"  # a pipeline's stage prepares the reducer itself, after a forward under `no_sync`
         ddp = about.module()
@@ -326,7 +292,7 @@ class DdpSource:
         return "sync" if ddp.require_backward_grad_sync else "no_sync"
 
     def _place(
-        self, recording: Recording, about: _Ddp | None, parameters: list[torch.Tensor]
+        self, recording: Recording, about: KnownDdp | None, parameters: list[torch.Tensor]
     ) -> tuple[int | None, str | None]:
         """Root and FQN of what DDP wraps."""
         if about is None:
@@ -345,7 +311,7 @@ class DdpSource:
                 about.place = (root, None if root is None else "")
         return about.place
 
-    def _write_group(self, recording: Recording, about: _Ddp) -> None:
+    def _write_group(self, recording: Recording, about: KnownDdp) -> None:
         if about.is_written or not recording.timeline.is_recorded:
             return
         ddp = about.module()
@@ -360,51 +326,3 @@ class DdpSource:
         write_reducing_module(
             recording, ddp.process_group, root, module_fqn, name, about.unobserved
         )
-
-
-def _why_unobserved(ddp: Any) -> str | None:
-    """Why a DDP module gets no relay of ours, None where it has or can have one."""
-    if not hasattr(ddp, "reducer"):
-        return "all of its parameters are reduced late (delay_all_reduce_named_params), past the reducer"
-    if RELAYS.of(ddp.reducer) is not None:
-        return None
-    if getattr(ddp, "_use_python_reducer", False):
-        return "it is reduced by the Python reducer, under compiled autograd"
-    if ddp._comm_hooks:
-        return "its hook was registered before recording was switched on"
-    if ddp._get_ddp_logging_data().get("comm_hook"):
-        return "a built-in hook was registered before recording was switched on"
-    if ddp.gradient_as_bucket_view:
-        return (
-            "its gradients are views of its buckets, where the reducer divides them as they arrive: a pass that "
-            "does not complete, or a hook that looks, would see them undivided"
-        )
-    if any(getattr(m, "sparse", False) for m in ddp.module.modules()):
-        return "it has sparse gradients, whose memory the reducer divides as they arrive"
-    if any(p.device.type != "cpu" for p in ddp.parameters()):
-        return "its gradients are on a device, where equality to the last bit is not proved"
-    if not hasattr(ddp.reducer, "_run_allreduce_hook"):
-        return f"torch {torch.__version__} has no way to reduce a bucket from Python"
-    return None
-
-
-def _layout(about: _Ddp, index: int, ids: tuple[int, ...]) -> int:
-    """Which arrangement this bucket belongs to: a new one when its parameters change."""
-    if about.layouts.get(index, ids) != ids:
-        about.layouts.clear()
-        about.layout_index += 1
-    about.layouts[index] = ids
-    return about.layout_index
-
-
-def _result(future: Any) -> torch.Tensor | None:
-    """The tensor that a future holds; None where it is not done, or holds an error."""
-    if future is None or not future.done():
-        return None
-    try:
-        value = future.value()
-    except Exception:
-        return None
-    if isinstance(value, list | tuple) and value:
-        value = value[0]
-    return value if isinstance(value, torch.Tensor) else None

@@ -75,6 +75,30 @@ PyObject* pass_walk(PyObject* self, PyObject* args) {
   });
 }
 
+// is_apart_from(other) -> whether none of the Nodes that `walk` found is the one that another pass runs on this thread.
+// Only then is it known which lists of hooks that pass is reading; false where it runs none, or more than one.
+PyObject* pass_is_apart_from(PyObject* self, PyObject* other) {
+  if (Py_TYPE(other) != Py_TYPE(self)) {
+    PyErr_SetString(PyExc_TypeError, "another pass");
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* {
+    const Attached& outer = of(other);
+    NodePtr running;
+    for (size_t at = 0; outer.buffers && at < outer.buffers->hooked.size(); ++at) {
+      const NodeState& state = outer.pass->state(at); // a Node is hooked as its state is made
+      if (state.index.load() < 0) {
+        continue;
+      }
+      if (running || state.thread != this_thread()) {
+        Py_RETURN_FALSE;
+      }
+      running = outer.buffers->hooked[at].node.lock();
+    }
+    return PyBool_FromLong(running && !of(self).buffers->seen.holds(running.get()));
+  });
+}
+
 // The boundaries between calls, as `Attribution` has them, followed upwards from a number on.
 class Boundaries {
  public:
@@ -119,16 +143,15 @@ uint32_t occurrence_of(Call& call, uint32_t name) {
   return 0;
 }
 
-// attach(numbers, frames, first_known, unknown, string, only_named) -> (count of Nodes whose module is not known,
-// [(Node, name, number, frame or None, occurrence)] of those defined in Python, which are left to Python, whether an
-// AccumulateGrad may run before all others that have hooks)
+// attach(numbers, frames, first_known, unknown, string, only_named, makes_graph) -> (count of Nodes whose module is not
+// known, whether an AccumulateGrad may run before all others that have hooks)
 PyObject* pass_attach(PyObject* self, PyObject* args) {
   PyObject *numbers, *frames, *unknown, *string;
   unsigned long long first_known;
-  int only_named;
+  int only_named, makes_graph;
   if (!PyArg_ParseTuple(
-          args, "O!O!KOOp", &PyList_Type, &numbers, &PyList_Type, &frames, &first_known, &unknown, &string,
-          &only_named)) {
+          args, "O!O!KOOpp", &PyList_Type, &numbers, &PyList_Type, &frames, &first_known, &unknown, &string,
+          &only_named, &makes_graph)) {
     return nullptr;
   }
   return guarded([&]() -> PyObject* {
@@ -137,10 +160,6 @@ PyObject* pass_attach(PyObject* self, PyObject* args) {
     Pass& pass = *own.pass;
     std::stable_sort(
         graph.nodes.begin(), graph.nodes.end(), [](const Found& a, const Found& b) { return a.number < b.number; });
-    const Owned python_nodes(PyList_New(0));
-    if (!python_nodes) {
-      return nullptr;
-    }
     Boundaries boundaries(numbers, frames, graph.nodes.empty() ? 0 : graph.nodes.front().number);
     graph.calls.emplace_back(); // of no module
     size_t call_at = 0;
@@ -173,15 +192,6 @@ PyObject* pass_attach(PyObject* self, PyObject* args) {
       if (call.frame ? !call.is_wanted : only_named != 0) {
         continue;
       }
-      if (name.is_python) {
-        const Owned entry(Py_BuildValue(
-            "(NIKOI)", torch::autograd::functionToPyObject(found.node->getptr()), name.number,
-            static_cast<unsigned long long>(found.number), frame, occurrence));
-        if (!entry || PyList_Append(python_nodes.get(), entry.get()) < 0) {
-          return nullptr;
-        }
-        continue;
-      }
       NodeState& state = pass.add_state();
       state.name = name.number;
       state.number = found.number == kNoSequenceNumber ? kNullInt64 : static_cast<int64_t>(found.number);
@@ -190,6 +200,9 @@ PyObject* pass_attach(PyObject* self, PyObject* args) {
       state.module_fqn = call.fqn;
       state.call_index = call.call_index;
       state.occurrence = occurrence;
+      if (name.is_python || makes_graph) {
+        state.maker = std::make_unique<Maker>(name.is_python);
+      }
       hook(own, *found.node, state);
     }
     if (PyErr_Occurred()) {
@@ -199,7 +212,7 @@ PyObject* pass_attach(PyObject* self, PyObject* args) {
     pass.may_begin_with_leaf = only_named != 0 || graph.nodes.empty();
     graph.nodes.clear();
     return Py_BuildValue(
-        "(nOO)", unattributed, python_nodes.get(), pass.may_begin_with_leaf.load() ? Py_True : Py_False);
+        "(nO)", unattributed, pass.may_begin_with_leaf.load() ? Py_True : Py_False);
   });
 }
 

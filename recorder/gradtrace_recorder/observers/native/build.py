@@ -17,6 +17,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -30,13 +31,16 @@ CACHE_VARIABLE = "GRADTRACE_NATIVE_CACHE"
 _SOURCES = ("summary.cpp", "journal.cpp", "journal_type.cpp", "observer.cpp")
 _HEADERS = (
     "summary.h", "summary_tables.h", "summary_vectors.h", "summary_strides.h", "transposed.h",
-    "journal.h", "event_type.h", "packing.h", "python.h", "tensors.h", "settings.h", "gradients.h", "others_hooks.h",
+    "journal.h", "ring.h", "ring_type.h", "held.h", "event_type.h", "packing.h",
+    "python.h", "raised.h", "tensors.h", "settings.h", "gradients.h", "makers.h", "others_hooks.h",
     "pass.h", "graph.h", "names.h", "sightings.h", "attaching.h", "pass_type.h",
 )  # fmt: skip
 # Contracted operations would give other bits on other processors; the vector code asks for them by name.
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-DNDEBUG")
 _LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
 _SECONDS = 900
+# Where the table of sections begins, the size of an entry, and how many there are.
+_ELF_HEADER = struct.Struct("<40xQ10xHH2x")
 
 
 class NotBuilt(RuntimeError):
@@ -49,12 +53,19 @@ def build_native(*, again: bool = False) -> Path:
     `again` builds it even so. Raises NotBuilt.
     """
     compiler, version = _compiler()
-    folder = _folder()
+    try:
+        folder = _folder()
+    except RuntimeError as error:  # of `Path.home`
+        raise NotBuilt(
+            f"the native observer has no place: there is no home directory; name a folder in {CACHE_VARIABLE}"
+        ) from error
     built = folder / f"{NAME}-{_digest(version)}.so"
     try:
+        if not again and _is_there(built):
+            return built  # where nothing can be written, too
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / "lock"):
-            if again or not built.exists():
+            if again or not _is_there(built):
                 _build(compiler, built)
     except OSError as error:
         raise NotBuilt(
@@ -76,7 +87,33 @@ def built_library() -> Path | None:
 def library() -> Any:
     """The loaded native observer, or None where none is built. Raises ImportError for one that does not load."""
     path = built_library()
-    return None if path is None else _loaded(path)
+    if path is None:
+        return None
+    if not _is_whole(path):
+        raise ImportError(
+            f"{str(path)!r} is cut off (python -m gradtrace_recorder build makes a new one)"
+        )
+    return _loaded(path)
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() and _is_whole(path)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is as long as its own header says: loading one that is cut off would end the job (SIGBUS).
+
+    An ELF file of 64 bits ends with the table of its sections. Of another kind of file the loader can tell.
+    """
+    with open(path, "rb") as file:
+        header = file.read(_ELF_HEADER.size)
+        size = os.fstat(file.fileno()).st_size
+    if header[:6] != b"\x7fELF\x02\x01":
+        return True
+    if len(header) < _ELF_HEADER.size:
+        return False
+    sections_at, section_bytes, sections = _ELF_HEADER.unpack(header)
+    return size >= int(sections_at + section_bytes * sections)
 
 
 @functools.cache
@@ -112,6 +149,8 @@ def _build(compiler: str, built: Path) -> None:
         libraries = [f"-L{root / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
         _run([compiler, "-shared", *objects, *libraries, "-o", str(whole)])
         _try(whole)
+        with open(whole, "rb+") as file:
+            os.fsync(file.fileno())  # a power failure leaves all of it, or nothing under its name
         os.replace(whole, built)
 
 

@@ -58,8 +58,6 @@ def chosen_native(settings: Settings, problems: Problems) -> Native | None:
 
 def why_python(settings: Settings) -> str | None:
     """What of these settings the native observer does not do, None where it does all."""
-    if settings.is_flight:
-        return "flight mode keeps its ring in Python"
     if settings.replay is not None:
         return "Nodes are run again by Python"
     return None

@@ -1,6 +1,7 @@
 // Summaries of the gradients of one pass, each computed once. Part of observer.cpp.
 #pragma once
 
+#include "raised.h"
 #include "settings.h"
 
 #include <bitset>
@@ -53,6 +54,19 @@ class Gradients {
     const Packed made = packed(gradient, kind, data);
     remember(gradient, made);
     return made;
+  }
+
+  // One for all that are there.
+  Packed of_all(const variable_list& gradients) {
+    Few<Packed> each(gradients.size());
+    Few<const Packed*> parts(gradients.size());
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      if (gradients[i].defined()) {
+        each[i] = of(gradients[i], nullptr);
+        parts[i] = &each[i];
+      }
+    }
+    return combined(parts);
   }
 
   // That of a gradient that leaves: the one of a gradient that came in, where both are the same memory. Both are alive.
@@ -159,39 +173,15 @@ class Gradients {
   }
 
   Foreign foreign(const at::Tensor& tensor) const {
-    const PyGILState_STATE gil = PyGILState_Ensure();
     Foreign given;
-    std::string trouble;
-    PyObject* wrapped = THPVariable_Wrap(tensor);
-    PyObject* bytes = wrapped ? PyObject_CallOneArg(settings_->foreign, wrapped) : nullptr;
-    if (bytes && PyBytes_Check(bytes) && PyBytes_GET_SIZE(bytes) == sizeof given) {
-      std::memcpy(&given, PyBytes_AS_STRING(bytes), sizeof given);
-    } else {
-      trouble = raised();
+    const Gil gil;
+    const Owned wrapped(THPVariable_Wrap(tensor));
+    const Owned bytes(wrapped ? PyObject_CallOneArg(settings_->foreign, wrapped.get()) : nullptr);
+    if (!bytes || !PyBytes_Check(bytes.get()) || PyBytes_GET_SIZE(bytes.get()) != sizeof given) {
+      throw_raised("a summary of another size");
     }
-    Py_XDECREF(bytes);
-    Py_XDECREF(wrapped);
-    PyGILState_Release(gil);
-    if (!trouble.empty()) {
-      throw std::runtime_error(trouble);
-    }
+    std::memcpy(&given, PyBytes_AS_STRING(bytes.get()), sizeof given);
     return given;
-  }
-
-  // The text of what Python has just raised, which is over.
-  static std::string raised() {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    std::string text = type ? reinterpret_cast<PyTypeObject*>(type)->tp_name : "a summary of another size";
-    PyObject* said = value ? PyObject_Str(value) : nullptr;
-    const char* utf8 = said ? PyUnicode_AsUTF8(said) : nullptr;
-    text += utf8 ? std::string(": ") + utf8 : "";
-    PyErr_Clear();
-    Py_XDECREF(said);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
-    return text;
   }
 };
 

@@ -1,6 +1,7 @@
 // What is kept of a graph while its pass is watched: what a walk found, and which Nodes have hooks. Part of observer.cpp.
 //
-// A Node's hooks are changed with the GIL held, while no pass runs anywhere: the engine reads them without a lock.
+// A Node's hooks are changed with the GIL held, while no pass runs anywhere that may come to it: the engine reads them
+// without a lock.
 #pragma once
 
 #include "pass.h"
@@ -48,6 +49,10 @@ class Seen {
     }
     at = node;
     return true;
+  }
+
+  bool holds(const Node* node) {
+    return place(node) != nullptr;
   }
 
  private:
@@ -112,6 +117,8 @@ Settings::~Settings() {
   if (Py_IsInitialized()) {
     const PyGILState_STATE gil = PyGILState_Ensure();
     Py_XDECREF(foreign);
+    Py_XDECREF(begins);
+    Py_XDECREF(ends);
     for (const auto& [named, names] : leaves) {
       Py_DECREF(named);
       Py_DECREF(names.frame);

@@ -60,6 +60,68 @@ bool Journal::append(int kind, int32_t step, char* record) {
   return put_record(kind, step, record);
 }
 
+void Journal::append_lasting(int kind, int32_t step, char* record) {
+  const std::lock_guard<Lock> held(lock);
+  if (put_record(kind, step, record) && ring.is_kept) {
+    ring.lasting.push_back({written, kind, {record, record + layout.record_bytes}});
+  }
+}
+
+void Journal::mark_drained(int64_t last) {
+  const std::lock_guard<Lock> held(lock);
+  if (!ring.is_kept) {
+    free_up_to(last);
+    limit = last / half_records * half_records + places;
+    return;
+  }
+  while (!ring.lasting.empty() && ring.lasting.front().number <= last) {
+    ring.lasting.pop_front();
+  }
+  free_up_to(last);
+}
+
+void Journal::free_up_to(int64_t last) {
+  store(layout.drained_offset, last);
+  std::atomic_thread_fence(std::memory_order_release); // before anything is written over them
+  drained = last;
+  limit = last + places;
+}
+
+bool Journal::found_room() {
+  if (limit < 0 || !ring.may_let_go()) {
+    return false;
+  }
+  ++ring.shortened; // the ring is full before the steps that it should keep have ended
+  let_go_of_oldest();
+  return written < limit;
+}
+
+void Journal::let_go_of_oldest() {
+  const Ring::Mark mark = ring.take_oldest();
+  const int32_t kept = ring.marks.empty() ? mark.step : ring.marks.back().step;
+  // A rank that is killed in between has a lasting row twice rather than not at all.
+  const bool has_room = limit - written >= ring.stale(mark.number);
+  if (has_room) {
+    carry(mark.number, kept);
+  }
+  free_up_to(mark.number);
+  if (!has_room) {
+    carry(mark.number, kept);
+  }
+}
+
+void Journal::carry(int64_t last, int32_t step) {
+  while (!ring.lasting.empty() && ring.lasting.front().number <= last) {
+    Ring::Lasting one = std::move(ring.lasting.front());
+    ring.lasting.pop_front();
+    std::memcpy(one.record.data() + 10, &step, sizeof step);
+    if (put_record(one.kind, step, one.record.data())) {
+      one.number = written;
+      ring.lasting.push_back(std::move(one));
+    }
+  }
+}
+
 void Journal::expect_records() const {
   constexpr int64_t ahead = 3;
   if (written + ahead < limit) {
@@ -71,7 +133,7 @@ void Journal::expect_records() const {
 }
 
 bool Journal::put_record(int kind, int32_t step, char* record) {
-  if (written >= limit) {
+  if (written >= limit && !found_room()) {
     drop(kind, step);
     return false;
   }
@@ -184,6 +246,7 @@ void Journal::finish(int64_t thread, int kind, int32_t step, char* record) {
 void Journal::forget(char* elsewhere) {
   new (&lock) Lock(); // a thread that is not here may have held it
   new (half_is_full.get()) Event();
+  new (&ring) Ring(); // another thread may have been about to change it: what it held stays where it is
   limit = -1;
   map = elsewhere;
 }

@@ -5,6 +5,8 @@
 // lock, and nobody who holds the lock waits for the GIL: so neither waits for the other.
 #pragma once
 
+#include "ring.h"
+
 #include <Python.h>
 
 #include <atomic>
@@ -17,7 +19,7 @@
 
 namespace gradtrace {
 
-constexpr int kMostKinds = 64, kMostSlots = 64, kPlaceFields = 7;
+constexpr int kMostSlots = 64, kPlaceFields = 7;
 
 // What a thread is about to run, as the journal's RUNNING has it.
 #pragma pack(push, 1)
@@ -62,7 +64,8 @@ class Lock {
 
 struct Layout {
   int64_t records_offset = 0, record_bytes = 0, running_offset = 0, thread_bytes = 0, thread_head = 0,
-          places_offset = 0, place_bytes = 0, drops_offset = 0, drop_bytes = 0, dropped_offset = 0;
+          places_offset = 0, place_bytes = 0, drops_offset = 0, drop_bytes = 0, dropped_offset = 0,
+          drained_offset = 0;
   int64_t thread_slots = 0, thread_depth = 0, first_inside = 0, last_inside = 0;
 };
 
@@ -72,18 +75,34 @@ class Journal {
   std::shared_ptr<Event> half_is_full;
   Lock lock;
   int64_t places = 0, half_records = 0;
-  int64_t written = 0, limit = 0, next_half = 0;
+  int64_t written = 0, limit = 0, next_half = 0, drained = 0;
   int64_t counts[kMostKinds] = {};
   struct Drop {
     int64_t count = 0;
     int32_t first = 0, last = 0;
   } drops[kMostKinds];
   int64_t dropped = 0;
+  Ring ring;
+  // Whether a hook has seen a value that is not finite in a gradient.
+  std::atomic<bool> saw_not_finite{false};
   char* map = nullptr;
 
   // `record` has all but its two numbers; any thread, with or without the GIL. Whether there was room.
   bool append(int kind, int32_t step, char* record);
+  // The same for a record that a ring keeps when its step is let go of.
+  void append_lasting(int kind, int32_t step, char* record);
   void drop(int kind, int32_t step);
+  // Parts hold all records up to `last`: their half is free again, of a ring each place.
+  void mark_drained(int64_t last);
+  void let_go_of_oldest(); // step of the ring, under the lock
+  // The same summary of a gradient, after a look whether all of it is finite.
+  template <class Summary>
+  const Summary& seen(const Summary& summary) {
+    if ((summary.nans != 0 || summary.infs != 0) && !saw_not_finite.load(std::memory_order_relaxed)) {
+      saw_not_finite.store(true, std::memory_order_relaxed);
+    }
+    return summary;
+  }
   void push(int64_t thread, const RunningEntry& entry);
   void pop(int64_t thread);
   // What the thread noted last has ended, and this is its record.
@@ -103,7 +122,10 @@ class Journal {
 
  private:
   bool put_record(int kind, int32_t step, char* record); // under the lock
-  void pop_entry(int64_t thread);                          // the same
+  void pop_entry(int64_t thread);                        // the same
+  bool found_room();                                     // the same
+  void free_up_to(int64_t last);                         // the same
+  void carry(int64_t last, int32_t step);                // the same
   void store(int64_t offset, int64_t value) {
     __atomic_store_n(reinterpret_cast<int64_t*>(map + offset), value, __ATOMIC_RELEASE);
   }

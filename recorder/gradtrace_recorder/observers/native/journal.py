@@ -1,6 +1,7 @@
 """The journal whose places are claimed in C++, so that threads without the GIL write into it too.
 
-Strings, held rows and the file itself are those of `JournalWriter`. A ring (flight mode) is not for it.
+Strings, held rows and the file itself are those of `JournalWriter`. A ring's steps are let go of in C++ too, by
+whichever thread finds it full.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace_recorder.journal import INSIDE, NOWHERE, JournalWriter, Place
+from gradtrace_recorder.ring import Ring
 from gradtrace_schemas.journal import (
     DROPS,
     DROPS_OFFSET,
@@ -43,6 +45,9 @@ class NativeJournal(JournalWriter):
         self.half_is_full = self.core.half_is_full
         self.lock = self.core
         self.append = self.core.append  # type: ignore[method-assign]
+        self.append_lasting = self.core.append_lasting  # type: ignore[method-assign]
+        self.mark_drained = self.core.mark_drained  # type: ignore[method-assign]
+        self.took_not_finite = self.core.took_not_finite  # type: ignore[method-assign]
         self.push_running = self.core.push_running  # type: ignore[method-assign]
         self.pop_running = self.core.pop_running  # type: ignore[method-assign]
         self.move = self.core.move  # type: ignore[method-assign]
@@ -53,10 +58,17 @@ class NativeJournal(JournalWriter):
         found: Place | None = self.core.place_of(thread)
         return NOWHERE if found is None else found
 
+    def keep_as_ring(self) -> Ring:
+        """From now on the newest records are what counts. Gives what says which."""
+        return NativeRing(self)
+
     @property
     def recorded(self) -> dict[str, int]:
         """Records written so far, by table."""
-        counts = self.core.counts
+        return self.by_table(self.core.counts)
+
+    def by_table(self, counts: list[int]) -> dict[str, int]:
+        """Counts of each kind of record that are not 0, by table."""
         return {name: counts[kind] for kind, name in self._names.items() if counts[kind]}
 
     @property
@@ -108,6 +120,7 @@ class NativeJournal(JournalWriter):
             "first_inside": min(INSIDE),
             "last_inside": max(INSIDE),
             "half_records": self.half_records,
+            "drained_offset": HEADER.fields["drained"][1],
         }
 
     # What `JournalWriter` counts in plain attributes lies in the core.
@@ -129,12 +142,55 @@ class NativeJournal(JournalWriter):
         self.core.limit = value
 
     @property
+    def _drained(self) -> int:
+        return int(self.core.drained)
+
+    @_drained.setter
+    def _drained(self, value: int) -> None:
+        assert value == self.core.drained  # which the core alone moves
+
+    @property
     def _next_half(self) -> int:
         return int(self.core.next_half)
 
     @_next_half.setter
     def _next_half(self, value: int) -> None:
         self.core.next_half = value
+
+
+class NativeRing(Ring):
+    """A `Ring` whose steps are let go of in C++."""
+
+    def __init__(self, journal: NativeJournal) -> None:
+        super().__init__(journal)
+        self._by_table = journal.by_table
+        self._core = core = journal.core
+        self.end_step = core.end_step  # type: ignore[method-assign]
+        self.keep = core.keep_steps  # type: ignore[method-assign]
+        self.want = core.want  # type: ignore[method-assign]
+        self.wrote = core.wrote  # type: ignore[method-assign]
+        core.keep_as_ring()
+
+    @property
+    def kept(self) -> tuple[int, int] | None:
+        """The first and the last step that has ended and is kept."""
+        found: tuple[int, int] | None = self._core.kept
+        return found
+
+    @property
+    def wanted(self) -> int:
+        """Up to which record parts are wanted, 0 where they are not."""
+        return int(self._core.ring[0])
+
+    @property
+    def overwritten(self) -> collections.Counter[str]:
+        """Records that were let go of, by table."""
+        return collections.Counter(self._by_table(self._core.ring[2]))
+
+    @property
+    def shortened(self) -> int:
+        """How often a step was let go of because there was no room."""
+        return int(self._core.ring[1])
 
 
 def _formats() -> dict[int, str]:

@@ -1,40 +1,12 @@
 // The journal as Python sees it: `Journal`, to be written into, and `Event`, which wakes the drain thread.
 #include "event_type.h"
 #include "packing.h"
+#include "ring_type.h"
 
 #include <cstring>
 
 namespace gradtrace {
 namespace {
-
-// Waits for the lock without the GIL where it is taken.
-class Held {
- public:
-  explicit Held(Journal& journal) : journal_(journal) {
-    take(journal);
-  }
-  ~Held() {
-    journal_.lock.unlock();
-  }
-  static void take(Journal& journal) {
-    if (!journal.lock.try_lock()) {
-      Py_BEGIN_ALLOW_THREADS
-      journal.lock.lock();
-      Py_END_ALLOW_THREADS
-    }
-  }
-
- private:
-  Journal& journal_;
-};
-
-PyJournal* of(PyObject* self) {
-  return reinterpret_cast<PyJournal*>(self);
-}
-
-Journal& core_of(PyObject* self) {
-  return **of(self)->core;
-}
 
 PyObject* journal_new(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* self = type->tp_alloc(type, 0);
@@ -93,7 +65,7 @@ PyObject* journal_open(PyObject* self, PyObject* args) {
       {"drop_bytes", &l.drop_bytes},         {"dropped_offset", &l.dropped_offset},
       {"thread_slots", &l.thread_slots},     {"thread_depth", &l.thread_depth},
       {"first_inside", &l.first_inside},     {"last_inside", &l.last_inside},
-      {"half_records", &core.half_records},
+      {"half_records", &core.half_records},   {"drained_offset", &l.drained_offset},
   };
   for (const auto& field : fields) {
     PyObject* value = PyDict_GetItemString(layout, field.name);
@@ -152,7 +124,8 @@ PyObject* journal_forget(PyObject* self, PyObject* elsewhere) {
   Py_RETURN_NONE;
 }
 
-// append(kind, step, *values): the same as `JournalWriter.append`.
+// append(kind, step, *values): the same as `JournalWriter.append`, or `append_lasting`.
+template <bool is_lasting>
 PyObject* journal_append(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Journal& core = core_of(self);
   long long kind;
@@ -173,9 +146,14 @@ PyObject* journal_append(PyObject* self, PyObject* const* args, Py_ssize_t count
   std::memset(at, 0, record + core.layout.record_bytes - at);
   int32_t step;
   std::memcpy(&step, record + 10, 4);
-  Held held(core);
-  core.append(static_cast<int>(kind), step, record);
-  Py_RETURN_NONE;
+  return on_ring(self, [&](Journal& journal) {
+    if constexpr (is_lasting) {
+      journal.append_lasting(static_cast<int>(kind), step, record);
+    } else {
+      journal.append(static_cast<int>(kind), step, record);
+    }
+    return Py_NewRef(Py_None);
+  });
 }
 
 PyObject* journal_drop(PyObject* self, PyObject* args) {
@@ -340,7 +318,15 @@ PyMethodDef journal_methods[] = {
     {"open", journal_open, METH_VARARGS, "Where everything lies: called once, before anything is written."},
     {"let_go", journal_let_go, METH_NOARGS, "Write nothing any more."},
     {"forget", journal_forget, METH_O, "In a forked child: write elsewhere."},
-    {"append", fast(journal_append), METH_FASTCALL, "Write one record."},
+    {"append", fast(journal_append<false>), METH_FASTCALL, "Write one record."},
+    {"append_lasting", fast(journal_append<true>), METH_FASTCALL, "Write one that a ring keeps."},
+    {"keep_as_ring", journal_keep_as_ring, METH_NOARGS, "The newest records are what counts."},
+    {"end_step", journal_end_step, METH_O, "The newest record is the last of this step."},
+    {"keep_steps", journal_keep_steps, METH_O, "Let go of all but the newest so many steps."},
+    {"want", journal_want, METH_NOARGS, "Parts are wanted of every step that has ended."},
+    {"wrote", journal_wrote, METH_O, "Whether parts up to there hold all that was wanted."},
+    {"mark_drained", journal_mark_drained, METH_O, "Parts hold all records up to this one."},
+    {"took_not_finite", journal_took_not_finite, METH_NOARGS, "Whether a hook saw such a value."},
     {"drop", journal_drop, METH_VARARGS, "Count a record that had no room."},
     {"push_running", fast(journal_push), METH_FASTCALL, "Note what a thread is about to run."},
     {"pop_running", journal_pop, METH_O, "The thread has finished what it noted last."},
@@ -354,6 +340,9 @@ PyGetSetDef journal_fields[] = {
     {"written", number_of<&Journal::written>, set_number<&Journal::written>, "The newest record.", nullptr},
     {"limit", number_of<&Journal::limit>, set_number<&Journal::limit>, "The last that has room.", nullptr},
     {"next_half", number_of<&Journal::next_half>, set_number<&Journal::next_half>, "Fills a half.", nullptr},
+    {"drained", number_of<&Journal::drained>, nullptr, "Up to where all lies in parts, or is over.", nullptr},
+    {"kept", journal_kept, nullptr, "First and last step that a ring keeps.", nullptr},
+    {"ring", journal_ring, nullptr, "What a ring wants, how often it was full, what it let go of.", nullptr},
     {"counts", journal_counts, nullptr, "Records by kind.", nullptr},
     {"drops", journal_drops, nullptr, "What was dropped, by kind.", nullptr},
     {"half_is_full", journal_event, nullptr, "Set when a half is full.", nullptr},

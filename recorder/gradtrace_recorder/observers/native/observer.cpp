@@ -8,15 +8,15 @@ namespace {
 PyTypeObject* journal_type = nullptr;
 PyTypeObject* pass_type = nullptr;
 
-// Settings(journal, zero_ns, kinds, fields: dict, summary: str, names: tuple of 6, foreign)
+// Settings(journal, zero_ns, kinds, fields: dict, summary: str, names: tuple of 6, foreign, (begins, ends))
 PyObject* settings_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *journal, *fields, *names, *foreign;
+  PyObject *journal, *fields, *names, *foreign, *begins, *ends;
   long long zero_ns;
   int node_kind, tensor_kind, gradient_kind;
   const char* summary;
   if (!PyArg_ParseTuple(
-          args, "O!L(iii)O!sO!O", journal_type, &journal, &zero_ns, &node_kind, &tensor_kind, &gradient_kind,
-          &PyDict_Type, &fields, &summary, &PyTuple_Type, &names, &foreign)) {
+          args, "O!L(iii)O!sO!O(OO)", journal_type, &journal, &zero_ns, &node_kind, &tensor_kind, &gradient_kind,
+          &PyDict_Type, &fields, &summary, &PyTuple_Type, &names, &foreign, &begins, &ends)) {
     return nullptr;
   }
   auto settings = std::make_shared<Settings>();
@@ -45,6 +45,7 @@ PyObject* settings_new(PyTypeObject* type, PyObject* args, PyObject*) {
       {"end_ns", &f.end_ns},
       {"grad_output_count", &f.grad_output_count},
       {"grad_input_count", &f.grad_input_count},
+      {"grad_output_mutated", &f.grad_output_mutated},
       {"grad_output_summary", &f.grad_output_summary},
       {"grad_input_summary", &f.grad_input_summary},
       {"node_tensors.event_index", &f.tensor_event_index},
@@ -74,6 +75,8 @@ PyObject* settings_new(PyTypeObject* type, PyObject* args, PyObject*) {
   settings->incoming = numbers[4];
   settings->outgoing = numbers[5];
   settings->foreign = Py_NewRef(foreign);
+  settings->begins = Py_NewRef(begins);
+  settings->ends = Py_NewRef(ends);
   PyObject* self = type->tp_alloc(type, 0);
   if (self) {
     reinterpret_cast<PySettings*>(self)->settings = new std::shared_ptr<Settings>(std::move(settings));

@@ -1,19 +1,20 @@
 """The Python side of the native observer: which passes it takes, and the names of what it hooks.
 
-The walk, the hooks and their rows are in C++. What is not, is done by the Python observer, wholly: a pass that makes
-Nodes, one inside another, one beside another; and in a pass that is taken the Functions
-that are defined in Python, and parameters whose gradient some hook is told of. Each is counted by reason.
+The walk, the hooks and their rows are in C++. What is not, is done by the Python observer, wholly: a pass beside
+another, or inside one of which it is not known what it does; and in a pass that is taken the parameters whose gradient
+some hook is told of. Each is counted by reason.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence, Sized
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from gradtrace_recorder.attribution import Frame
+from gradtrace_recorder.attribution import Attribution, Frame
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ParameterName
@@ -48,6 +49,8 @@ from gradtrace_schemas.journal import (
 _SHAPE = struct.Struct(f"<B{MAX_DIMENSIONS}q")
 _HEAD = struct.Struct("<Hiii")
 _PHASE = struct.Struct("<Ii")
+# Then the engine has threads of its own, which run Nodes of any pass.
+_HAS_DEVICES = hasattr(torch, "accelerator") and torch.accelerator.is_available()
 # A leaf's names: root, its module's and its own as numbers of strings, the frame that stands for its module.
 _Leaf = tuple[int, int, int, Frame]
 
@@ -56,10 +59,16 @@ class HookFailed(RuntimeError):
     """A hook in C++ failed; the text is what it said."""
 
 
-class NativeObserver(PythonObserver):
-    """Attaches watches. `open_passes` holds every call into the engine that has not returned."""
+class OpenPass(Protocol):
+    """A call into the engine that has not returned; its watch, once there is one."""
 
-    def __init__(self, guard: Guard, open_passes: Sized) -> None:
+    watch: PassWatch | None
+
+
+class NativeObserver(PythonObserver):
+    """Attaches watches. `open_passes` holds every call into the engine that has not returned, by backward_index."""
+
+    def __init__(self, guard: Guard, open_passes: Mapping[int, OpenPass]) -> None:
         super().__init__(guard)
         self._open = open_passes
         self._waiting: list[Any] = []
@@ -70,20 +79,26 @@ class NativeObserver(PythonObserver):
         native = recording.native
         assert native is not None
         reason = self._why_python(recording, roots, call)
-        if reason is not None:
-            native.python_passes[reason] += 1
-            return super().watch(recording, roots, call)
-        self.release_waiting()
-        if self._of is None or self._of[0] is not recording:
-            self._of = (recording, _Shared(recording, native))
-        watch = NativePassWatch(self, self._of[1], recording, self._guard, call)
-        watch.attach(roots)
-        return watch
+        outer = self._outer(recording, call) if reason is None else []
+        if outer is not None and reason is None:
+            if not outer:
+                self.release_waiting()
+            if self._of is None or self._of[0] is not recording:
+                self._of = (recording, _Shared(recording, native))
+            watch = NativePassWatch(self, self._of[1], recording, self._guard, call, outer)
+            if watch.attach_apart(roots):
+                return watch
+        native.python_passes[reason or "inside or beside another pass"] += 1
+        return super().watch(recording, roots, call)
 
-    def let_go(self, watched: Any) -> None:
-        """Take the hooks off, or wait with that while another pass runs: the engine reads a Node's hooks unlocked."""
-        self._waiting.append(watched)
-        if not len(self._open):
+    def let_go(self, watched: Any, outer: Sequence[PassWatch]) -> None:
+        """Take the hooks off, or wait with that while another pass runs than those that this one ran inside: the engine
+        reads a Node's hooks unlocked."""
+        if all(opened.watch in outer for opened in list(self._open.values())):
+            watched.release()
+        else:
+            self._waiting.append(watched)
+        if not self._open:
             self.release_waiting()
 
     def release_waiting(self) -> None:
@@ -91,6 +106,22 @@ class NativeObserver(PythonObserver):
         waiting, self._waiting = self._waiting, []
         for watched in waiting:
             watched.release()
+
+    def _outer(self, recording: Recording, call: EngineCall) -> list[NativePassWatch] | None:
+        """The passes that this one runs inside. None where others run, or where threads of a device may run Nodes
+        of these meanwhile."""
+        found: list[NativePassWatch] = []
+        thread = threading.get_ident()
+        for index, opened in list(self._open.items()):
+            watch = opened.watch
+            if index == call.backward_index:
+                continue
+            if not isinstance(watch, NativePassWatch):
+                return None
+            if watch.began_on != thread or watch.recording is not recording:
+                return None
+            found.append(watch)
+        return None if found and _HAS_DEVICES else found
 
     def _why_python(
         self, recording: Recording, roots: Sequence[Any], call: EngineCall
@@ -103,10 +134,6 @@ class NativeObserver(PythonObserver):
             return "summaries are made on a device"
         if recording.device_times.of_nodes:
             return "Nodes are timed on a device"
-        if call.create_graph:
-            return "create_graph"
-        if len(self._open) > 1:
-            return "inside or beside another pass"
         if recording.attribution.has_several_threads:
             return "modules on several threads"
         return None
@@ -137,6 +164,7 @@ class _Shared:
             self._summary,
             (*names, string("grad_output"), string("grad_input")),
             _foreign(recording.summariser),
+            _makers(recording.attribution),
         )
         nothing = as_bytes(NOTHING)
         null = (NULL_BOOL, NULL_BOOL, NULL_FLOAT)
@@ -187,6 +215,22 @@ def _foreign(summariser: Summariser) -> Callable[[torch.Tensor], bytes]:
     return shape_and_summary
 
 
+def _makers(
+    attribution: Attribution,
+) -> tuple[Callable[[int, Frame], None], Callable[[int], None]]:
+    """What C++ tells of a Node that may make others: it begins, it ends. They hold no recording either.
+
+    Called in a hook, on the thread that runs the Node.
+    """
+
+    def ends(number: int) -> None:
+        began = attribution.node_ends(number)
+        if began is not None and attribution.must_tag:
+            attribution.tag((), began, number, ())  # without their outputs they cannot be told
+
+    return attribution.node_begins, ends
+
+
 class NativePassWatch(PassWatch):
     """One backward pass, watched in C++; what is left to Python shares its counters."""
 
@@ -197,7 +241,10 @@ class NativePassWatch(PassWatch):
         recording: Recording,
         guard: Guard,
         call: EngineCall,
+        outer: Sequence[NativePassWatch],
     ) -> None:
+        self.began_on = threading.get_ident()
+        self._outer = outer
         self._native: Any = None
         super().__init__(recording, guard, call)
         self._observer = observer
@@ -205,6 +252,18 @@ class NativePassWatch(PassWatch):
         self._native = shared.begin(self)
         self.indexes = self._native
         self._is_released = False
+        self._makes_graph = call.create_graph
+
+    def attach_apart(self, roots: Sequence[Any]) -> bool:
+        """Attach, unless one of the passes that this one runs inside may be reading hooks that would be changed: it is
+        not known which Node that runs, or it is one of this pass too."""
+        done = self.half_done if self.follows_half and len(set(roots)) == 1 else None
+        self.node_count = self._native.walk(roots, done or None)
+        if not all(self._native.is_apart_from(outer._native) for outer in self._outer):
+            self.close(failed=False)
+            return False
+        self.attach(roots)
+        return True
 
     @property
     def task(self) -> int | None:
@@ -222,18 +281,30 @@ class NativePassWatch(PassWatch):
         running = self._native.close()
         if self.half == "input" and self.half_done is not None:
             self.half_done.update(self._native.ended())
-        for index, name, number, frame, occurrence, parameter, start, thread, came_in in running:
+        for (
+            index,
+            name,
+            number,
+            frame,
+            occurrence,
+            parameter,
+            start,
+            thread,
+            making,
+            came_in,
+        ) in running:
             hooks = NodeHooks(
                 self, name, NO_SEQUENCE_NUMBER if number == NULL_INT64 else number, frame, occurrence
             )  # fmt: skip
             hooks.index, hooks.start, hooks.thread = index, start, thread
             hooks.parameter_fqn = parameter
+            hooks.is_maker = making
             hooks.came_in = [c and (c[0], torch.Size(c[1])) for c in came_in]
             self.running[index] = hooks
         culprit = super().close(failed=failed)
         if not self._is_released:
             self._is_released = True
-            self._observer.let_go(self._native)
+            self._observer.let_go(self._native, self._outer)
             self.totals.recorder_ns += self._native.own_ns
             if self._native.late_hooks:
                 reason = "a hook on a parameter came while the pass ran"
@@ -245,8 +316,6 @@ class NativePassWatch(PassWatch):
     def _attach(self, roots: Sequence[Any]) -> None:
         recording, native = self.recording, self._native
         release_waiting()
-        done = self.half_done if self.follows_half and len(set(roots)) == 1 else None
-        self.node_count = native.walk(roots, done or None)
         self._stand_ins = recording.names.stand_ins()
         if self.accumulates:  # autograd.grad never runs them
             all_left = self.gradient_ready is not None or recording.settings.modules
@@ -261,15 +330,10 @@ class NativePassWatch(PassWatch):
                 self._attach_native_leaf(which, variable, used_by)
         recording.attribution.mark_running()
         numbers, frames, first_known, unknown = recording.attribution.boundaries()
-        self.unattributed_count, own, self.may_begin_with_leaf = native.attach(
-            numbers, frames, first_known, unknown, recording.journal.string, bool(recording.settings.modules)
+        self.unattributed_count, self.may_begin_with_leaf = native.attach(
+            numbers, frames, first_known, unknown, recording.journal.string, bool(recording.settings.modules),
+            self._makes_graph,
         )  # fmt: skip
-        for node, name, number, frame, occurrence in own:
-            hooks = NodeHooks(self, name, number, frame, occurrence)
-            hooks.python_defined = True
-            self._hook(node, hooks)
-        if own:
-            self._shared.native.python_nodes["defined in Python"] += len(own)
 
     def _attach_native_leaf(self, which: int, variable: torch.Tensor, used_by: int) -> None:
         recording, native = self.recording, self._native

@@ -6,6 +6,9 @@
 namespace gradtrace {
 namespace {
 
+// A hook of ours: of another pass on the same Node, it does nothing in this one.
+struct OursAfter : torch::autograd::FunctionPostHook {};
+
 // Whether the tables that Python's hooks lie in hold any. One that was emptied stays where it was. Torch keeps no others
 // on a parameter; on a Node it may (a reducer's), which are asked for by name, as their types are not exported (2.13).
 bool has_hooks(const at::Tensor& parameter) {
@@ -20,6 +23,9 @@ bool has_hooks(const at::Tensor& parameter) {
 bool has_hooks(const AccumulateGrad& leaf) {
   for (const auto& one : leaf.post_hooks()) {
     const auto& hook = *one;
+    if (dynamic_cast<const OursAfter*>(&hook)) {
+      continue;
+    }
     const PyObject* table = nullptr;
     if (std::strstr(typeid(hook).name(), "PyFunctionPostHook")) {
       table = static_cast<const torch::autograd::PyFunctionPostHook&>(hook).dict;

@@ -1,10 +1,11 @@
 // One backward pass: what its hooks note before a Node, and write after it. Part of observer.cpp.
 //
-// What a hook may touch: its own `NodeState`, the pass, the journal. The GIL is taken in one case alone: a tensor that
-// the vector summary does not know (an integer, a sparse one, a subclass), which Python then summarises.
+// What a hook may touch: its own `NodeState`, the pass, the journal. The GIL is taken in two cases alone: for a tensor
+// that the vector summary does not know (an integer, a sparse one, a subclass), which Python then summarises, and for a
+// Node that may make others.
 #pragma once
 
-#include "gradients.h"
+#include "makers.h"
 #include "others_hooks.h"
 
 namespace gradtrace {
@@ -31,6 +32,7 @@ struct NodeState {
   HookPlace before, after;
   AccumulateGrad* leaf = nullptr; // whose hook this state belongs to
   PyObject* frame = nullptr;      // borrowed: the pass owns it
+  std::unique_ptr<Maker> maker;   // of a Node that may make others
   // Of each gradient that came in: how many sizes (-1: there was none, -2: they cannot be told), dtype, sizes.
   c10::SmallVector<int64_t, 8> came_in;
 };
@@ -92,7 +94,7 @@ class Pass {
   }
 
   // The Node is about to run.
-  void before(NodeState& state, const variable_list& incoming) noexcept {
+  void before(NodeState& state, const variable_list& incoming) {
     if (!is_open.load(std::memory_order_acquire)) {
       return;
     }
@@ -105,6 +107,9 @@ class Pass {
       state.came_in.clear();
       for (const at::Tensor& gradient : incoming) {
         note(state, gradient);
+      }
+      if (state.maker) {
+        before_making(state, incoming);
       }
       const int32_t index = next_index.fetch_add(1, std::memory_order_relaxed);
       state.thread = this_thread();
@@ -121,6 +126,8 @@ class Pass {
       entry.start_ns = state.start;
       settings->journal->push(state.thread, entry);
       state.own_ticks += ticks() - entered;
+    } catch (const python_error&) {
+      throw; // the job's
     } catch (const std::exception& failure) {
       fail(failure.what());
     } catch (...) {
@@ -129,7 +136,7 @@ class Pass {
   }
 
   // The Node has run: `incoming` is what it got, `outgoing` what it gave.
-  void after(NodeState& state, const variable_list& outgoing, const variable_list& incoming) noexcept {
+  void after(NodeState& state, const variable_list& outgoing, const variable_list& incoming) {
     if (!is_open.load(std::memory_order_acquire)) {
       return;
     }
@@ -145,8 +152,14 @@ class Pass {
       const uint64_t entered = ticks();
       state.index.store(-1, std::memory_order_release);
       state.has_ended = true;
+      if (state.maker) {
+        end_making(*settings, *state.maker);
+      }
       record(state, index, end, outgoing, incoming);
       state.own_ticks += ticks() - entered;
+    } catch (const python_error&) {
+      settings->journal->pop(state.thread);
+      throw; // the job's
     } catch (const std::exception& failure) {
       settings->journal->pop(state.thread);
       fail(failure.what());
@@ -209,6 +222,14 @@ class Pass {
     }
   }
 
+  // A Function may change what came in: it is summarised before, too.
+  void before_making(NodeState& state, const variable_list& incoming) {
+    if (state.maker->is_python && !settings->is_off) {
+      state.maker->before = gradients.of_all(incoming);
+    }
+    begin_making(*settings, *state.maker, state.frame);
+  }
+
   void record(
       NodeState& state, int32_t index, int64_t end, const variable_list& outgoing, const variable_list& incoming) {
     const Settings& of = *settings;
@@ -251,8 +272,12 @@ class Pass {
         out_parts[i] = &out[i];
       }
     }
-    put(row, at.grad_output_summary, combined(in_parts));
-    put(row, at.grad_input_summary, combined(out_parts));
+    const Packed all_in = combined(in_parts);
+    put(row, at.grad_output_summary, of.journal->seen(all_in));
+    if (state.maker && state.maker->is_python) {
+      put(row, at.grad_output_mutated, static_cast<uint8_t>(state.maker->before.fingerprint != all_in.fingerprint));
+    }
+    put(row, at.grad_input_summary, of.journal->seen(combined(out_parts)));
     of.journal->finish(state.thread, of.node_kind, running.step, row);
     if (came > 1) {
       record_each(index, of.incoming, in_parts, in_shapes);
@@ -289,7 +314,7 @@ class Pass {
     put(row, of.fields.gradient_root, state.root);
     put(row, of.fields.gradient_parameter_fqn, state.parameter_fqn);
     put(row, of.fields.gradient_shape, shape);
-    put(row, of.fields.gradient_summary, packed);
+    put(row, of.fields.gradient_summary, of.journal->seen(packed));
     of.journal->append(of.gradient_kind, running.step, row);
   }
 
@@ -350,7 +375,7 @@ struct Before : torch::autograd::FunctionPreHook {
   NodeState& state_;
 };
 
-struct After : torch::autograd::FunctionPostHook {
+struct After : OursAfter {
   explicit After(NodeState& state) : state_(state) {}
   variable_list operator()(const variable_list& outgoing, const variable_list& incoming) override {
     state_.after.pass->after(state_, outgoing, incoming);

@@ -101,8 +101,8 @@ PyObject* sizes_of(const NodeState& state) {
   return all;
 }
 
-// close() -> [(index, name, number or None, frame or None, occurrence, parameter, start, thread, came in)] of the Nodes
-// that have begun and not ended. No hook does anything from here on.
+// close() -> [(index, name, number or None, frame or None, occurrence, parameter, start, thread, is making, came in)] of
+// the Nodes that have begun and not ended. No hook does anything from here on.
 PyObject* pass_close(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
     Pass& pass = *of(self).pass;
@@ -116,9 +116,10 @@ PyObject* pass_close(PyObject* self, PyObject*) {
         continue;
       }
       PyObject* entry = Py_BuildValue(
-          "(iILOIILLN)", index, state.name, static_cast<long long>(state.number),
+          "(iILOIILLON)", index, state.name, static_cast<long long>(state.number),
           state.frame ? state.frame : Py_None, state.occurrence, state.parameter_fqn,
-          static_cast<long long>(state.start), static_cast<long long>(state.thread), sizes_of(state));
+          static_cast<long long>(state.start), static_cast<long long>(state.thread),
+          state.maker && state.maker->is_making ? Py_True : Py_False, sizes_of(state));
       if (!entry || PyList_Append(running, entry) < 0) {
         Py_CLEAR(running);
       }
@@ -199,6 +200,7 @@ PyObject* pass_error(PyObject* self, void*) {
 
 PyMethodDef pass_methods[] = {
     {"walk", pass_walk, METH_VARARGS, "Find every Node that can be reached from the roots."},
+    {"is_apart_from", pass_is_apart_from, METH_O, "Whether none of them is the one that another pass runs."},
     {"attach", pass_attach, METH_VARARGS, "Hook the Nodes that walk found."},
     {"attach_leaves", pass_attach_leaves, METH_VARARGS, "Hook every AccumulateGrad that walk found, as far as it can."},
     {"attach_leaf", pass_attach_leaf, METH_VARARGS, "Hook an AccumulateGrad that walk found."},

@@ -15,7 +15,8 @@ namespace {
 // Where the fields lie in the records that hooks write. Python hands it over.
 struct Fields {
   int64_t event_index, autograd_seq, node_name, root, module_fqn, call_index, occurrence, parameter_fqn, thread,
-      start_ns, end_ns, grad_output_count, grad_input_count, grad_output_summary, grad_input_summary;
+      start_ns, end_ns, grad_output_count, grad_input_count, grad_output_mutated, grad_output_summary,
+      grad_input_summary;
   int64_t tensor_event_index, tensor_direction, tensor_position, tensor_shape, tensor_summary;
   int64_t gradient_root, gradient_parameter_fqn, gradient_shape, gradient_summary;
 };
@@ -93,6 +94,8 @@ struct Settings {
   uint32_t incoming = 0, outgoing = 0;
   int64_t zero_ns = 0;
   PyObject* foreign = nullptr; // (tensor) -> bytes of Foreign; called with the GIL
+  // (number, call) and (number): a Node that may make others begins and ends, at these numbers of Nodes; the same
+  PyObject *begins = nullptr, *ends = nullptr;
   std::unordered_map<PyObject*, LeafNames> leaves; // by the name's identity; under the GIL
   std::unordered_map<const std::type_info*, NodeName> node_names; // under the GIL
   Spare states, remembered; // the memory that the last pass gave back, on any thread

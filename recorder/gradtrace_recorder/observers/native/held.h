@@ -1,0 +1,41 @@
+// How Python's calls take the journal's lock. Part of journal_type.cpp.
+#pragma once
+
+#include "journal.h"
+
+namespace gradtrace {
+namespace {
+
+// Waits for the lock without the GIL where it is taken.
+class Held {
+ public:
+  explicit Held(Journal& journal) : journal_(journal) {
+    take(journal);
+  }
+  ~Held() {
+    journal_.lock.unlock();
+  }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+  static void take(Journal& journal) {
+    if (!journal.lock.try_lock()) {
+      Py_BEGIN_ALLOW_THREADS
+      journal.lock.lock();
+      Py_END_ALLOW_THREADS
+    }
+  }
+
+ private:
+  Journal& journal_;
+};
+
+PyJournal* of(PyObject* self) {
+  return reinterpret_cast<PyJournal*>(self);
+}
+
+Journal& core_of(PyObject* self) {
+  return **of(self)->core;
+}
+
+} // namespace
+} // namespace gradtrace
