@@ -29,12 +29,6 @@ from typing import Any
 NAME = "gradtrace_native"
 CACHE_VARIABLE = "GRADTRACE_NATIVE_CACHE"
 _SOURCES = ("summary.cpp", "journal.cpp", "journal_type.cpp", "observer.cpp")
-_HEADERS = (
-    "summary.h", "summary_tables.h", "summary_vectors.h", "summary_strides.h", "transposed.h",
-    "journal.h", "ring.h", "ring_type.h", "held.h", "event_type.h", "packing.h",
-    "python.h", "raised.h", "tensors.h", "settings.h", "gradients.h", "makers.h", "others_hooks.h",
-    "pass.h", "graph.h", "names.h", "sightings.h", "attaching.h", "pass_type.h",
-)  # fmt: skip
 # Contracted operations would give other bits on other processors; the vector code asks for them by name.
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-DNDEBUG")
 _LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
@@ -230,7 +224,7 @@ def _folder() -> Path:
         platform.machine(),
         *_FLAGS,
     ]
-    parts += [(here / name).read_bytes() for name in (*_SOURCES, *_HEADERS)]
+    parts += [path.read_bytes() for kind in ("*.cpp", "*.h") for path in sorted(here.glob(kind))]
     release = str(torch.__version__).replace("/", "-")
     return _cache() / "native" / f"torch-{release}-{_digest(*parts)}"
 

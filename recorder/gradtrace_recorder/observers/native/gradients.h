@@ -37,23 +37,7 @@ class Gradients {
       }
       return given.packed;
     }
-    if (shape) {
-      *shape = shape_of(gradient);
-    }
-    if (gradient.is_inference()) {
-      return packed(gradient, kind, data);
-    }
-    const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
-    {
-      const std::lock_guard<Lock> held(lock_);
-      const Remembered* known = find(impl);
-      if (known && known->version == impl->version_counter().current_version()) {
-        return known->packed;
-      }
-    }
-    const Packed made = packed(gradient, kind, data);
-    remember(gradient, made);
-    return made;
+    return of_readable(gradient, kind, data, shape);
   }
 
   // One for all that are there.
@@ -72,14 +56,16 @@ class Gradients {
   // That of a gradient that leaves: the one of a gradient that came in, where both are the same memory. Both are alive.
   Packed handed_on(
       const at::Tensor& gradient, const variable_list& incoming, const Few<Packed>& came, Shape* shape) {
-    Kind kind, other;
+    Kind kind;
     const void* data = readable(gradient, kind);
-    if (data && gradient.numel() && gradient.is_contiguous() && !gradient.is_inference()) {
+    if (!data) {
+      return of(gradient, shape);
+    }
+    if (gradient.numel() && !gradient.is_inference()) {
       for (size_t at = 0; at < incoming.size(); ++at) {
         const at::Tensor& one = incoming[at];
-        if (one.defined() && !one.is_same(gradient) && one.numel() == gradient.numel() &&
-            readable(one, other) == data && other == kind && one.is_contiguous() && !one.is_inference() &&
-            one._version() == gradient._version()) {
+        if (one.defined() && !one.is_same(gradient) && !one.is_inference() &&
+            is_same_memory(gradient, kind, data, one) && one._version() == gradient._version()) {
           remember(gradient, came[at]);
           if (shape) {
             *shape = shape_of(gradient);
@@ -88,7 +74,7 @@ class Gradients {
         }
       }
     }
-    return of(gradient, shape);
+    return of_readable(gradient, kind, data, shape);
   }
 
   void remember(const at::Tensor& gradient, const Packed& packed) {
@@ -110,8 +96,9 @@ class Gradients {
     if (is_used_[at]) {
       table_[at].~Remembered();
     }
+    // The count of weak references is all that is touched.
     new (table_ + at) Remembered{
-        c10::weak_intrusive_ptr<c10::TensorImpl>(gradient.getIntrusivePtr()), version, packed};
+        c10::weak_intrusive_ptr<c10::TensorImpl>::reclaim(c10::raw::intrusive_ptr::make_weak(impl)), version, packed};
     is_used_[at] = true;
   }
 
@@ -120,10 +107,8 @@ class Gradients {
     if (!table_) {
       return;
     }
-    for (size_t at = 0; at < kPlaces; ++at) {
-      if (is_used_[at]) {
-        table_[at].~Remembered();
-      }
+    for (size_t at = is_used_._Find_first(); at < kPlaces; at = is_used_._Find_next(at)) {
+      table_[at].~Remembered();
     }
     is_used_.reset();
     settings_->remembered.give(table_, kPlaces * sizeof(Remembered));
@@ -132,7 +117,7 @@ class Gradients {
 
  private:
   // A gradient has two places; whoever needs one that is taken has it, and the other is computed once more if it comes.
-  static constexpr size_t kPlaces = 1024;
+  static constexpr size_t kPlaces = 256;
 
   const std::shared_ptr<Settings> settings_;
   Lock lock_; // of what follows
@@ -140,7 +125,7 @@ class Gradients {
   std::bitset<kPlaces> is_used_;
 
   static size_t place_of(const c10::TensorImpl* impl) {
-    return (reinterpret_cast<uintptr_t>(impl) >> 4) * 0x9E3779B97F4A7C15 >> 54;
+    return (reinterpret_cast<uintptr_t>(impl) >> 4) * 0x9E3779B97F4A7C15 >> 56;
   }
 
   const Remembered* find(const c10::TensorImpl* impl) const {
@@ -151,6 +136,26 @@ class Gradients {
       }
     }
     return nullptr;
+  }
+
+  Packed of_readable(const at::Tensor& gradient, Kind kind, const void* data, Shape* shape) {
+    if (shape) {
+      *shape = shape_of(gradient);
+    }
+    if (gradient.is_inference()) {
+      return packed(gradient, kind, data);
+    }
+    const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
+    {
+      const std::lock_guard<Lock> held(lock_);
+      const Remembered* known = find(impl);
+      if (known && known->version == impl->version_counter().current_version()) {
+        return known->packed;
+      }
+    }
+    const Packed made = packed(gradient, kind, data);
+    remember(gradient, made);
+    return made;
   }
 
   Packed packed(const at::Tensor& tensor, Kind kind, const void* data) const {

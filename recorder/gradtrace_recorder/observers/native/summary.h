@@ -38,6 +38,16 @@ Numbers summarised(
     const int64_t* strides,
     bool whole);
 
+// Whether two tensors over the same memory have the same elements in the same logical order, such as one and its view with
+// another dimension of size 1.
+bool is_same_order(
+    int dimensions,
+    const int64_t* sizes,
+    const int64_t* strides,
+    int other_dimensions,
+    const int64_t* other_sizes,
+    const int64_t* other_strides);
+
 double value_of(Kind kind, const void* element);
 
 // Which vector instructions are used: none (0), AVX2 (1), AVX-512 (2). What the processor has, unless a test asks for

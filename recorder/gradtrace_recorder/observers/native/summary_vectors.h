@@ -1,10 +1,9 @@
-// The summary of one chunk with the processor's vectors, where it has them. Part of summary.cpp.
+// The summary of a piece with vectors of 256 bits, where the processor has them. Part of summary.cpp.
 #pragma once
 
 #include "summary_tables.h"
 #include "transposed.h"
 
-#include <atomic>
 #include <limits>
 
 namespace gradtrace {
@@ -51,10 +50,12 @@ GRADTRACE_VECTORS inline void widened(__m256 eight, __m256d& first, __m256d& sec
   second = _mm256_add_pd(second, _mm256_cvtps_pd(_mm256_extractf128_ps(eight, 1)));
 }
 
-// `count` is a multiple of 16. Returns false, and nothing of use, where an element is not finite and is not `masked`.
+// `count` is a multiple of 16, and so is `place`, that of the first in its chunk. Returns false, and nothing of use,
+// where an element is not finite and is not `masked`.
 template <Kind kind, bool whole, bool masked>
-GRADTRACE_VECTORS bool vector_part(const void* data, int64_t count, Part& part) {
+GRADTRACE_VECTORS bool vector_part(const void* data, int64_t count, int64_t place, Part& part) {
   const Tables& of = tables();
+  const int32_t* weights = of.weights + place;
   const __m256i no_sign = _mm256_set1_epi32(0x7fffffff), infinity = _mm256_set1_epi32(0x7f800000);
   __m256d square[4], sum[4];
   for (int i = 0; i < 4; ++i) {
@@ -72,8 +73,8 @@ GRADTRACE_VECTORS bool vector_part(const void* data, int64_t count, Part& part) 
     eight<kind>(data, at, a, words_a);
     eight<kind>(data, at + 8, b, words_b);
     if constexpr (whole) {
-      weighed(words_a, of.weights + at, even, odd);
-      weighed(words_b, of.weights + at + 8, even, odd);
+      weighed(words_a, weights + at, even, odd);
+      weighed(words_b, weights + at + 8, even, odd);
     }
     __m256i size_a = _mm256_and_si256(_mm256_castps_si256(a), no_sign);
     __m256i size_b = _mm256_and_si256(_mm256_castps_si256(b), no_sign);
@@ -109,16 +110,17 @@ GRADTRACE_VECTORS bool vector_part(const void* data, int64_t count, Part& part) 
           _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)),
           _mm256_cvtps_pd(_mm256_castps256_ps128(b)),
           _mm256_cvtps_pd(_mm256_extractf128_ps(b, 1))};
+      GRADTRACE_UNROLLED
       for (int i = 0; i < 4; ++i) {
         square[i] = _mm256_fmadd_pd(wide[i], wide[i], square[i]);
         sum[i] = _mm256_add_pd(sum[i], wide[i]);
       }
     }
     if constexpr (whole) {
-      const int turn = of.turns[at / kLanes];
+      const int turn = of.turns[(place + at) / kLanes];
       const __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i*>(of.orders[turn & 7]));
       const __m256 halves = _mm256_castsi256_ps(_mm256_set1_epi32(turn & 8 ? -1 : 0));
-      const float* signs = reinterpret_cast<const float*>(of.turned_signs + at);
+      const float* signs = reinterpret_cast<const float*>(of.turned_signs + place + at);
       const __m256 first = _mm256_permutevar8x32_ps(_mm256_blendv_ps(a, b, halves), order);
       const __m256 second = _mm256_permutevar8x32_ps(_mm256_blendv_ps(b, a, halves), order);
       low = _mm256_add_ps(low, _mm256_xor_ps(first, _mm256_load_ps(signs)));
@@ -150,91 +152,21 @@ GRADTRACE_VECTORS bool vector_part(const void* data, int64_t count, Part& part) 
     }
     if (!fits) { // finite elements whose float32 sum is none
       Part again;
-      plain_part<kind, true>(data, count, again);
+      plain_part<kind, true>(data, count, place, again);
       std::copy(again.lanes, again.lanes + kLanes, part.lanes);
     }
   }
   if (kind == Kind::bf16 && abs_max > 0 && (abs_max < 1e-15f || abs_max > 1e17f)) { // squares that float32 has not
     Part again;
-    plain_part<kind, false>(data, count, again);
+    plain_part<kind, false>(data, count, place, again);
     part.square = again.square;
     part.sum = again.sum;
   }
   return true;
 }
 
-#define GRADTRACE_WIDER_VECTORS \
-  __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2")))
-
-// The same with vectors of a whole group. Returns false, and nothing of use, where an element is not finite, or where
-// squares or lanes may be more or less than float32 has: that is for `vector_part`.
-template <Kind kind, bool whole>
-GRADTRACE_WIDER_VECTORS bool wider_part(const void* data, int64_t count, Part& part) {
-  const Tables& of = tables();
-  const __m512i no_sign = _mm512_set1_epi32(0x7fffffff);
-  __m512d square = _mm512_setzero_pd(), sum = square;
-  __m512 few_squares = _mm512_setzero_ps(), few = few_squares, lanes = few_squares;
-  __m512i largest = _mm512_setzero_si512(), even = largest, odd = largest;
-  for (int64_t at = 0; at < count;) {
-    // A few squares and values add up in float32 without loss to speak of.
-    const int64_t end = std::min(count, at + 16 * kLanes);
-    for (; at < end; at += kLanes) {
-      __m512i words;
-      __m512 values;
-      if constexpr (kind == Kind::f32) {
-        words = _mm512_loadu_si512(static_cast<const float*>(data) + at);
-        values = _mm512_castsi512_ps(words);
-      } else {
-        const __m256i bits =
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint16_t*>(data) + at));
-        words = _mm512_cvtepi16_epi32(bits);
-        values = kind == Kind::f16 ? _mm512_cvtph_ps(bits) : _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
-      }
-      if constexpr (whole) {
-        const __m512i weight = _mm512_load_si512(of.weights + at);
-        even = _mm512_add_epi64(even, _mm512_mul_epi32(words, weight));
-        odd = _mm512_add_epi64(
-            odd, _mm512_mul_epi32(_mm512_srli_epi64(words, 32), _mm512_srli_epi64(weight, 32)));
-        const __m512i order = _mm512_load_si512(of.wide_orders[of.turns[at / kLanes]]);
-        const __m512i turned = _mm512_permutexvar_epi32(order, _mm512_castps_si512(values));
-        const __m512i signs = _mm512_load_si512(of.turned_signs + at);
-        lanes = _mm512_add_ps(lanes, _mm512_castsi512_ps(_mm512_xor_si512(turned, signs)));
-      }
-      largest = _mm512_max_epi32(largest, _mm512_and_si512(_mm512_castps_si512(values), no_sign));
-      few_squares = _mm512_fmadd_ps(values, values, few_squares);
-      few = _mm512_add_ps(few, values);
-    }
-    square = _mm512_add_pd(square, _mm512_cvtps_pd(_mm512_castps512_ps256(few_squares)));
-    square = _mm512_add_pd(square, _mm512_cvtps_pd(_mm512_extractf32x8_ps(few_squares, 1)));
-    sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_castps512_ps256(few)));
-    sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm512_extractf32x8_ps(few, 1)));
-    few_squares = few = _mm512_setzero_ps();
-  }
-  const int32_t bits = _mm512_reduce_max_epi32(largest);
-  float abs_max;
-  std::memcpy(&abs_max, &bits, 4);
-  if (bits >= 0x7f800000 || (kind != Kind::f16 && abs_max > 0 && (abs_max < 1e-15f || abs_max > 1e17f))) {
-    return false;
-  }
-  part = Part();
-  part.abs_max = abs_max;
-  part.square = _mm512_reduce_add_pd(square);
-  part.sum = _mm512_reduce_add_pd(sum);
-  if constexpr (whole) {
-    alignas(64) uint64_t words[8]; // not `_mm512_reduce_add_epi64`, which adds signed numbers
-    _mm512_store_si512(words, _mm512_add_epi64(even, odd));
-    for (const uint64_t word : words) {
-      part.words += word;
-    }
-    alignas(64) float held[kLanes];
-    _mm512_store_ps(held, lanes);
-    std::copy(held, held + kLanes, part.lanes);
-  }
-  return true;
-}
-
 template <bool whole, bool masked>
-GRADTRACE_VECTORS bool wide_part(const double* data, int64_t count, Part& part) {
+GRADTRACE_VECTORS bool wide_part(const double* data, int64_t count, int64_t place, Part& part) {
   const Tables& of = tables();
   const __m256d no_sign = _mm256_castsi256_pd(_mm256_set1_epi64x(0x7fffffffffffffff));
   const __m256d infinity = _mm256_set1_pd(std::numeric_limits<double>::infinity());
@@ -246,7 +178,8 @@ GRADTRACE_VECTORS bool wide_part(const double* data, int64_t count, Part& part) 
   }
   int64_t nans = 0, odd_ones = 0;
   for (int64_t at = 0; at < count; at += kLanes) {
-    double* into = lanes[of.turns[at / kLanes]];
+    double* into = lanes[of.turns[(place + at) / kLanes]];
+    GRADTRACE_UNROLLED
     for (int k = 0; k < kLanes; k += 4) {
       __m256d a = _mm256_loadu_pd(data + at + k);
       __m256d size = _mm256_and_pd(a, no_sign);
@@ -263,7 +196,7 @@ GRADTRACE_VECTORS bool wide_part(const double* data, int64_t count, Part& part) 
       square[(k / 4) & 1] = _mm256_fmadd_pd(a, a, square[(k / 4) & 1]);
       sum[(k / 4) & 1] = _mm256_add_pd(sum[(k / 4) & 1], a);
       if constexpr (whole) {
-        const __m256d sign = _mm256_cvtps_pd(_mm_loadu_ps(of.signs + at + k));
+        const __m256d sign = _mm256_cvtps_pd(_mm_loadu_ps(of.signs + place + at + k));
         _mm256_store_pd(into + k, _mm256_fmadd_pd(a, sign, _mm256_load_pd(into + k)));
       }
     }
@@ -279,6 +212,13 @@ GRADTRACE_VECTORS bool wide_part(const double* data, int64_t count, Part& part) 
   part.nans = nans;
   part.infs = odd_ones - nans;
   if constexpr (whole) {
+    const int32_t* words = reinterpret_cast<const int32_t*>(data);
+    const int32_t* weights = weights_at<Kind::f64>(place);
+    __m256i even = _mm256_setzero_si256(), odd = even;
+    for (int64_t at = 0; at < 2 * count; at += 8) {
+      weighed(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + at)), weights + at, even, odd);
+    }
+    part.words = total(even) + total(odd);
     std::fill(part.lanes, part.lanes + kLanes, 0.0);
     for (int turn = 0; turn < kLanes; ++turn) {
       for (int k = 0; k < kLanes; ++k) {
@@ -289,13 +229,19 @@ GRADTRACE_VECTORS bool wide_part(const double* data, int64_t count, Part& part) 
   return true;
 }
 
-// Words of fp64; `count` is a multiple of 8, and they lie in one chunk.
-GRADTRACE_VECTORS uint64_t vector_word_sum(const int32_t* words, int64_t count, const int32_t* weights) {
-  __m256i even = _mm256_setzero_si256(), odd = even;
-  for (int64_t at = 0; at < count; at += 8) {
-    weighed(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + at)), weights + at, even, odd);
+// Adds a piece; `count` and `place` as above.
+template <Kind kind, bool whole>
+void add_with_vectors(const void* data, int64_t count, int64_t place, uint64_t span, Numbers& to) {
+  Part part;
+  if constexpr (kind == Kind::f64) {
+    const double* values = static_cast<const double*>(data);
+    if (!wide_part<whole, false>(values, count, place, part)) {
+      wide_part<whole, true>(values, count, place, part);
+    }
+  } else if (!vector_part<kind, whole, false>(data, count, place, part)) {
+    vector_part<kind, whole, true>(data, count, place, part);
   }
-  return total(even) + total(odd);
+  add_part<kind, whole>(part, span, to);
 }
 
 #endif

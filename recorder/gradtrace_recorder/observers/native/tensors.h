@@ -162,6 +162,18 @@ Numbers numbers_of(const at::Tensor& tensor, Kind kind, const void* data, bool w
       kind, data, static_cast<int>(tensor.dim()), tensor.sizes().data(), tensor.strides().data(), whole);
 }
 
+// Whether they are the same elements in the same order. The first lies at `data`, and both are alive and of that kind.
+bool is_same_memory(const at::Tensor& one, Kind kind, const void* data, const at::Tensor& other) {
+  Kind other_kind;
+  if (one.numel() != other.numel() || readable(other, other_kind) != data || other_kind != kind) {
+    return false;
+  }
+  return (one.is_contiguous() && other.is_contiguous()) ||
+      is_same_order(
+          static_cast<int>(one.dim()), one.sizes().data(), one.strides().data(), static_cast<int>(other.dim()),
+          other.sizes().data(), other.strides().data());
+}
+
 Shape shape_of(const at::Tensor& tensor) {
   Shape shape;
   shape.count = static_cast<uint8_t>(std::min<int64_t>(tensor.dim(), kMostSizes));
