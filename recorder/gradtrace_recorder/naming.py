@@ -84,6 +84,7 @@ class Names:
         self._by_hooks: dict[int, ModuleName] = {}
         self._roots: list[weakref.ref[nn.Module]] = []
         self._tensors: dict[int, _Place] = {}
+        self.places_given = 0  # how often a tensor got a place, or lost it
         self.is_settled = False
         self.device: str | None = None  # type of the first root's device, None for the CPU
         # Torch's own records of sharded parameters (FSDP2), which know the tensor that stands in for each.
@@ -177,6 +178,7 @@ class Names:
             ):
                 known = ParameterName(index, fqns[key][0], kind, tuple(fqns[key][1:]))
                 self._tensors[key] = _Place(module, own, known)
+                self.places_given += 1
             if known.root == index:
                 named.append((known, tensor))
         return named
@@ -223,6 +225,7 @@ class Names:
         self._modules = {k: name for k, name in self._modules.items() if name.ref() is not None}
         self._by_hooks = {name.hooks: name for name in self._modules.values()}
         self._tensors = {k: p for k, p in self._tensors.items() if p.module() is not None}
+        self.places_given += 1
 
     def _scan(self, root: nn.Module, index: int, parts: Container[int] = ()) -> None:
         for module, fqn in walk(root):

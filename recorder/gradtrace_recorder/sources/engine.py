@@ -20,6 +20,7 @@ from gradtrace_recorder.observers.python import (
     EngineCall,
     PassWatch,
     PythonObserver,
+    node_of,
     nodes_numbered,
 )
 from gradtrace_recorder.observers.replay import RUNNING
@@ -147,23 +148,20 @@ class EngineSource:
             if (accumulates or half == "weight") and top_level and recording.settings.records_state:
                 self._record_carried(recording, index)
             outputs = _argument("tensors", 0, args, kwargs, ())
-            nodes = [_node_of(output) for output in outputs]
-            first = outputs[0] if len(outputs) else None
-            opened.loss = _scalar(first, recording)
+            opened.loss = _scalar(outputs[0], recording) if len(outputs) else None
             if recording.flight is not None:
                 recording.flight.saw_loss(opened.loss)
-            opened.root_node_name = _node_name(nodes[0]) if nodes and nodes[0] is not None else None
             opened.watch = self._observer_of(recording).watch(
                 recording,
-                [node for node in nodes if node is not None],
+                outputs,
                 EngineCall(
-                    backward_index=index,
-                    accumulates=accumulates,
-                    create_graph=bool(_argument("create_graph", 3, args, kwargs, False)),
-                    half=half,
-                    follows_half=action is not None and action.follows_half,
-                    stage_index=opened.stage_index,
-                    gradient_ready=self._ddp.gradient_ready if self._ddp.has_models else None,
+                    index,
+                    accumulates,
+                    bool(_argument("create_graph", 3, args, kwargs, False)),
+                    half,
+                    action is not None and action.follows_half,
+                    opened.stage_index,
+                    self._ddp.gradient_ready if self._ddp.has_models else None,
                 ),
             )
             opened.device_began = recording.device_times.begin()
@@ -264,7 +262,7 @@ class EngineSource:
             opened.microbatch,
             opened.parent,
             "backward" if opened.accumulates else "grad",
-            opened.root_node_name,
+            watch.root_node_name,
             opened.loss,
             watch.node_count,
             watch.unattributed_count,
@@ -285,7 +283,7 @@ class EngineSource:
         if culprit.number < 0 or not recording.attribution.is_of_one_thread:
             return None  # sequence numbers of several threads do not compare
         name = recording.journal.texts[culprit.name]
-        nodes = nodes_numbered(culprit.number, name, [n for n in map(_node_of, outputs) if n])
+        nodes = nodes_numbered(culprit.number, name, [n for n in map(node_of, outputs) if n])
         if len(nodes) != 1:
             return None
         return recording.versions.change(nodes[0], culprit.number, culprit.frame, name, text)
@@ -341,7 +339,6 @@ class _OpenPass:
         self.stage_index: int | None = None
         self.watch: PassWatch | None = None
         self.loss: float | None = None
-        self.root_node_name: str | None = None
         self.device_began: Moment | None = None
         self.device_ns = NULL_INT64
         self.start_ns = 0
@@ -355,15 +352,6 @@ def _argument(
     """An argument of `run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs,
     allow_unreachable, accumulate_grad)`. Source: torch/csrc/autograd/python_engine.cpp."""
     return args[place] if len(args) > place else kwargs.get(name, default)
-
-
-def _node_of(output: Any) -> Any:
-    """The Node that a tensor, or a GradientEdge, starts from; a leaf's is its AccumulateGrad."""
-    if not isinstance(output, torch.Tensor):
-        return getattr(output, "node", None)
-    if torch._C._functorch.is_functorch_wrapped_tensor(output):
-        return None
-    return output.grad_fn
 
 
 def _scalar(output: Any, recording: Recording) -> float | None:
@@ -382,10 +370,6 @@ def _scalar(output: Any, recording: Recording) -> float | None:
         with unseen():
             return float(output.detach())
     return None
-
-
-def _node_name(node: Any) -> str:
-    return str(node.name()).rsplit("::", 1)[-1]
 
 
 def _compiled_autograd() -> bool:

@@ -82,14 +82,21 @@ class Journal {
   char* map = nullptr;
 
   // `record` has all but its two numbers; any thread, with or without the GIL. Whether there was room.
-  bool append(int kind, int32_t step, char* record);
+  bool append(int kind, int32_t step, const char* record);
   void drop(int kind, int32_t step);
   void push(int64_t thread, const RunningEntry& entry);
   void pop(int64_t thread);
-  // What the thread noted last has ended, and this is its record.
-  void finish(int64_t thread, int kind, int32_t step, char* record);
-  // A record that comes soon: its memory has been out of every cache for long.
-  void expect_records() const;
+  // What the thread noted last has ended, and `fill` writes its record where it lies: all but its two numbers. It must
+  // not throw.
+  template <class F>
+  void finish(int64_t thread, int kind, int32_t step, F fill) {
+    const std::lock_guard<Lock> held(lock);
+    pop_entry(thread);
+    if (char* place = place_for(kind, step)) {
+      fill(place);
+      put_numbers(kind, place);
+    }
+  }
   // The slot of a thread, -1 where there is none left. Under the lock.
   int slot_of(int64_t thread);
   int known_slot(int64_t thread) const;
@@ -102,7 +109,11 @@ class Journal {
   int slot_count = 0;
 
  private:
-  bool put_record(int kind, int32_t step, char* record); // under the lock
+  bool put_record(int kind, int32_t step, const char* record); // under the lock
+  char* place_for(int kind, int32_t step);                     // the same; null where there is none
+  void put_numbers(int kind, char* place);                     // the same: the record in its place is whole
+  // The record that comes soon after that one: its memory has been out of every cache for long.
+  void expect_record(const char* place) const;
   void pop_entry(int64_t thread);                          // the same
   void store(int64_t offset, int64_t value) {
     __atomic_store_n(reinterpret_cast<int64_t*>(map + offset), value, __ATOMIC_RELEASE);

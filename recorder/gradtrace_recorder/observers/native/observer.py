@@ -25,6 +25,7 @@ from gradtrace_recorder.observers.python import (
     EngineCall,
     PassWatch,
     PythonObserver,
+    node_of,
 )
 from gradtrace_recorder.observers.release import release_waiting
 from gradtrace_recorder.recording import Recording
@@ -64,19 +65,20 @@ class NativeObserver(PythonObserver):
         self._waiting: list[Any] = []
         self._of: tuple[Recording, _Shared] | None = None
 
-    def watch(self, recording: Recording, roots: Sequence[Any], call: EngineCall) -> PassWatch:
-        """Watch every Node that can be reached from `roots`: in C++ where that can be."""
+    def watch(self, recording: Recording, outputs: Sequence[Any], call: EngineCall) -> PassWatch:
+        """Watch every Node that can be reached from what the engine is given: in C++ where that can be."""
         native = recording.native
         assert native is not None
         reason = self._why_python(recording, call)
         if reason is not None:
             native.python_passes[reason] += 1
-            return super().watch(recording, roots, call)
-        self.release_waiting()
+            return super().watch(recording, outputs, call)
+        if self._waiting:
+            self.release_waiting()
         if self._of is None or self._of[0] is not recording:
             self._of = (recording, _Shared(recording, native))
         watch = NativePassWatch(self, self._of[1], recording, self._guard, call)
-        watch.attach(roots)
+        watch.attach(outputs)
         return watch
 
     def let_go(self, watched: Any) -> None:
@@ -181,6 +183,8 @@ def _foreign(summariser: Summariser) -> Callable[[torch.Tensor], bytes]:
 class NativePassWatch(PassWatch):
     """One backward pass, watched in C++; what is left to Python shares its counters."""
 
+    __slots__ = ("_is_released", "_native", "_observer", "_shared")
+
     def __init__(
         self,
         observer: NativeObserver,
@@ -234,33 +238,38 @@ class NativePassWatch(PassWatch):
         return culprit
 
     def _attach(self, roots: Sequence[Any]) -> None:
-        recording, native = self.recording, self._native
+        """`roots` are what the engine is given."""
+        recording, native, shared = self.recording, self._native, self._shared
         release_waiting()
-        done = self.half_done if self.follows_half and len(set(roots)) == 1 else None
-        self.node_count = native.walk(roots, done or None)
-        self._stand_ins = recording.names.stand_ins()
+        names, string, attribution = (
+            recording.names,
+            recording.journal.string,
+            recording.attribution,
+        )
+        done = None
+        if self.follows_half and len({node for node in map(node_of, roots) if node}) == 1:
+            done = self.half_done or None
+        self.node_count, self.root_node_name = native.walk(roots, node_of, string, done)
+        only_named = bool(recording.settings.modules)
+        if names.sharded:
+            self._stand_ins = names.stand_ins()
         if self.accumulates:  # autograd.grad never runs them
-            all_left = self.gradient_ready is not None or recording.settings.modules
-            shared = self._shared
-            left = native.attach_leaves(
-                None if all_left else recording.names.places,
-                shared.leaf,
-                shared.accumulate,
-                recording.summariser.off,
-            )
-            for which, variable, used_by in left:
+            all_left = only_named or self.gradient_ready is not None
+            places = None if all_left else names.places
+            for which, variable, used_by in native.attach_leaves(
+                places, names.places_given, shared.leaf, shared.accumulate, recording.summariser.off
+            ):
                 self._attach_native_leaf(which, variable, used_by)
-        recording.attribution.mark_running()
-        numbers, frames, first_known, unknown = recording.attribution.boundaries()
+        attribution.mark_running()
         self.unattributed_count, own, self.may_begin_with_leaf = native.attach(
-            numbers, frames, first_known, unknown, recording.journal.string, bool(recording.settings.modules)
-        )  # fmt: skip
+            *attribution.boundaries(), string, only_named
+        )
         for node, name, number, frame, occurrence in own:
             hooks = NodeHooks(self, name, number, frame, occurrence)
             hooks.python_defined = True
             self._hook(node, hooks)
         if own:
-            self._shared.native.python_nodes["defined in Python"] += len(own)
+            shared.native.python_nodes["defined in Python"] += len(own)
 
     def _attach_native_leaf(self, which: int, variable: torch.Tensor, used_by: int) -> None:
         recording, native = self.recording, self._native

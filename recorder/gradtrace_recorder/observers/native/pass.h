@@ -12,27 +12,23 @@ namespace {
 
 class Pass;
 
-// Where a hook lies: in its Node's state. The hook that a Node deletes gives back its hold on the pass, no memory.
-struct HookPlace {
-  Pass* pass = nullptr;
-  alignas(16) unsigned char bytes[16] = {};
-};
+// Of each gradient that came into a Node: how many sizes (-1: there was none, -2: they cannot be told), dtype, sizes.
+using CameIn = c10::SmallVector<int64_t, 32>;
 
-// One Node in one pass: what is noted when it begins, and names it in its row.
+// One Node in one pass: what is noted when it begins, and names it in its row. Its two hooks lie in it.
 struct NodeState {
+  Pass* pass = nullptr;
+  alignas(8) unsigned char before[16] = {}, after[16] = {};
   uint32_t name = 0, module_fqn = kNullString, parameter_fqn = kNullString;
   int32_t root = kNullInt32, call_index = kNullInt32;
   uint32_t occurrence = 0;
   int64_t number = kNullInt64;
-  bool has_local = false, has_ended = false;
-  std::atomic<int32_t> index{-1};
   int64_t start = 0, thread = 0;
-  uint64_t own_ticks = 0;
-  HookPlace before, after;
+  CameIn* came_in = nullptr;
   AccumulateGrad* leaf = nullptr; // whose hook this state belongs to
   PyObject* frame = nullptr;      // borrowed: the pass owns it
-  // Of each gradient that came in: how many sizes (-1: there was none, -2: they cannot be told), dtype, sizes.
-  c10::SmallVector<int64_t, 8> came_in;
+  std::atomic<int32_t> index{-1};
+  bool has_local = false, has_ended = false;
 };
 
 // Held by the Python object and by every hook that is still on a Node: the last of them ends it.
@@ -46,21 +42,22 @@ class Pass {
   std::atomic<bool> is_open{true};
   std::atomic<bool> may_begin_with_leaf{false};
   std::atomic<int64_t> late_hooks{0};
-  const uint64_t began_ticks = ticks();
-  const int64_t began_ns = now();
+  const int64_t thread = this_thread(); // that began it, and runs its Nodes but for those on a device
+  const BothClocks began = both_clocks();
   size_t state_count = 0;
   Gradients gradients;
 
-  explicit Pass(std::shared_ptr<Settings> shared) : settings(std::move(shared)), gradients(settings) {}
+  explicit Pass(std::shared_ptr<Settings> shared)
+      : settings(std::move(shared)), gradients(settings), clock_(began, settings->tick_length.learn(began)) {}
   Pass(const Pass&) = delete;
   Pass& operator=(const Pass&) = delete;
 
-  void hold() noexcept {
-    holders_.fetch_add(1, std::memory_order_relaxed);
+  void hold(int64_t times) noexcept {
+    holders_.fetch_add(times, std::memory_order_relaxed);
   }
 
-  void let_go() noexcept {
-    if (holders_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+  void let_go(int64_t times = 1) noexcept {
+    if (times && holders_.fetch_sub(times, std::memory_order_acq_rel) == times) {
       delete this;
     }
   }
@@ -78,12 +75,9 @@ class Pass {
     return states_[at];
   }
 
+  // What the hooks took. When no hook runs any more.
   uint64_t own_ticks() const {
-    uint64_t own = 0;
-    for (size_t i = 0; i < state_count; ++i) {
-      own += states_[i].own_ticks;
-    }
-    return own;
+    return own_ticks_ + others_ticks_.load(std::memory_order_relaxed);
   }
 
   std::string error() const {
@@ -102,14 +96,10 @@ class Pass {
       if (!is_of_this_pass(current, state)) {
         return;
       }
-      state.came_in.clear();
-      for (const at::Tensor& gradient : incoming) {
-        note(state, gradient);
-      }
-      const int32_t index = next_index.fetch_add(1, std::memory_order_relaxed);
       state.thread = this_thread();
-      state.start = now() - settings->zero_ns;
-      state.index.store(index, std::memory_order_release);
+      const bool is_own = state.thread == thread;
+      note(state, is_own, incoming);
+      const int32_t index = next_index.fetch_add(1, std::memory_order_relaxed);
       RunningEntry entry = running;
       entry.node_name = state.name;
       entry.module_fqn = state.module_fqn;
@@ -118,9 +108,12 @@ class Pass {
       entry.event_index = index;
       entry.parameter_fqn = state.parameter_fqn;
       entry.autograd_seq = state.number;
-      entry.start_ns = state.start;
+      // As late as can be: what follows, a few stores, is the only work of ours that the Node's time holds.
+      const uint64_t started = ticks();
+      add_ticks(is_own, started - entered);
+      entry.start_ns = state.start = time_of(started, is_own) - settings->zero_ns;
+      state.index.store(index, std::memory_order_release);
       settings->journal->push(state.thread, entry);
-      state.own_ticks += ticks() - entered;
     } catch (const std::exception& failure) {
       fail(failure.what());
     } catch (...) {
@@ -141,12 +134,14 @@ class Pass {
       if (torch::autograd::get_current_graph_task_id() != task.load(std::memory_order_relaxed)) {
         return;
       }
-      const int64_t end = now() - settings->zero_ns;
-      const uint64_t entered = ticks();
+      const uint64_t ended = ticks();
+      const bool is_own = state.thread == thread;
+      const int64_t end = time_of(ended, is_own) - settings->zero_ns;
       state.index.store(-1, std::memory_order_release);
       state.has_ended = true;
+      forget_came_in(state);
       record(state, index, end, outgoing, incoming);
-      state.own_ticks += ticks() - entered;
+      add_ticks(is_own, ticks() - ended);
     } catch (const std::exception& failure) {
       settings->journal->pop(state.thread);
       fail(failure.what());
@@ -160,11 +155,18 @@ class Pass {
   std::atomic<int64_t> holders_{1};
   NodeState* states_ = nullptr;
   size_t bytes_ = 0;
+  // Of the pass's own thread: its clock, what its hooks took, and of the Node that it runs what came in.
+  PassClock clock_;
+  uint64_t own_ticks_ = 0;
+  CameIn came_in_;
+  bool is_came_in_taken_ = false;
+  std::atomic<uint64_t> others_ticks_{0};
   mutable Lock lock_; // of what follows
   std::string error_;
 
   ~Pass() {
     for (size_t i = 0; i < state_count; ++i) {
+      forget_came_in(states_[i]);
       states_[i].~NodeState();
     }
     if (states_) {
@@ -194,43 +196,76 @@ class Pass {
     }
   }
 
-  static void note(NodeState& state, const at::Tensor& gradient) {
-    auto& came_in = state.came_in;
-    if (!gradient.defined()) {
-      came_in.push_back(-1);
-      return;
+  int64_t time_of(uint64_t moment, bool is_own) {
+    return is_own ? clock_.at(moment) : now();
+  }
+
+  void add_ticks(bool is_own, uint64_t took) {
+    if (is_own) {
+      own_ticks_ += took;
+    } else {
+      others_ticks_.fetch_add(took, std::memory_order_relaxed);
     }
-    const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
-    const bool has_sizes = !impl->has_symbolic_sizes_strides() && !impl->is_nested();
-    came_in.push_back(has_sizes ? gradient.dim() : -2);
-    came_in.push_back(static_cast<int64_t>(gradient.scalar_type()));
-    if (has_sizes) {
-      came_in.append(gradient.sizes().begin(), gradient.sizes().end());
+  }
+
+  // A thread runs one Node of a pass at a time, but where a pass nested in it runs others of this one meanwhile.
+  void note(NodeState& state, bool is_own, const variable_list& incoming) {
+    if (!state.came_in) {
+      if (is_own && !is_came_in_taken_) {
+        is_came_in_taken_ = true;
+        state.came_in = &came_in_;
+      } else {
+        state.came_in = new CameIn();
+      }
     }
+    CameIn& came_in = *state.came_in;
+    came_in.clear();
+    for (const at::Tensor& gradient : incoming) {
+      if (!gradient.defined()) {
+        came_in.push_back(-1);
+        continue;
+      }
+      const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
+      const bool has_sizes = !impl->has_symbolic_sizes_strides() && !impl->is_nested();
+      const c10::IntArrayRef sizes = has_sizes ? gradient.sizes() : c10::IntArrayRef();
+      came_in.push_back(has_sizes ? static_cast<int64_t>(sizes.size()) : -2);
+      came_in.push_back(static_cast<int64_t>(gradient.scalar_type()));
+      came_in.append(sizes.begin(), sizes.end());
+    }
+  }
+
+  void forget_came_in(NodeState& state) {
+    if (state.came_in == &came_in_) {
+      is_came_in_taken_ = false;
+    } else {
+      delete state.came_in;
+    }
+    state.came_in = nullptr;
   }
 
   void record(
       NodeState& state, int32_t index, int64_t end, const variable_list& outgoing, const variable_list& incoming) {
     const Settings& of = *settings;
-    alignas(8) char row[2048];
-    std::memcpy(row, node_record.data(), node_record.size());
     const Fields& at = of.fields;
-    put(row, at.event_index, index);
-    put(row, at.autograd_seq, state.number);
-    put(row, at.node_name, state.name);
-    put(row, at.root, state.root);
-    put(row, at.module_fqn, state.module_fqn);
-    put(row, at.call_index, state.call_index);
-    put(row, at.occurrence, state.occurrence);
-    put(row, at.parameter_fqn, state.parameter_fqn);
-    put(row, at.thread, state.thread);
-    put(row, at.start_ns, state.start);
-    put(row, at.end_ns, end);
     const int32_t came = present(incoming), went = present(outgoing);
-    put(row, at.grad_output_count, came);
-    put(row, at.grad_input_count, went);
+    const auto fill = [&](char* row) {
+      std::memcpy(row + 8, node_record.data() + 8, node_record.size() - 16);
+      put(row, at.event_index, index);
+      put(row, at.autograd_seq, state.number);
+      put(row, at.node_name, state.name);
+      put(row, at.root, state.root);
+      put(row, at.module_fqn, state.module_fqn);
+      put(row, at.call_index, state.call_index);
+      put(row, at.occurrence, state.occurrence);
+      put(row, at.parameter_fqn, state.parameter_fqn);
+      put(row, at.thread, state.thread);
+      put(row, at.start_ns, state.start);
+      put(row, at.end_ns, end);
+      put(row, at.grad_output_count, came);
+      put(row, at.grad_input_count, went);
+    };
     if (of.is_off) {
-      of.journal->finish(state.thread, of.node_kind, running.step, row);
+      of.journal->finish(state.thread, of.node_kind, running.step, fill);
       return;
     }
     if (state.has_local) {
@@ -251,9 +286,12 @@ class Pass {
         out_parts[i] = &out[i];
       }
     }
-    put(row, at.grad_output_summary, combined(in_parts));
-    put(row, at.grad_input_summary, combined(out_parts));
-    of.journal->finish(state.thread, of.node_kind, running.step, row);
+    const Packed all_in = combined(in_parts), all_out = combined(out_parts);
+    of.journal->finish(state.thread, of.node_kind, running.step, [&](char* row) {
+      fill(row);
+      put(row, at.grad_output_summary, all_in);
+      put(row, at.grad_input_summary, all_out);
+    });
     if (came > 1) {
       record_each(index, of.incoming, in_parts, in_shapes);
     }
@@ -330,20 +368,18 @@ variable_list handed_back(const variable_list& list) {
   return std::move(const_cast<variable_list&>(list));
 }
 
-// Ends a hook of `place`: called by the `delete` of a Node.
-void hook_is_gone(void* hook) noexcept {
-  char* place = static_cast<char*>(hook) - offsetof(HookPlace, bytes);
-  reinterpret_cast<HookPlace*>(place)->pass->let_go();
-}
-
+// A hook that a Node deletes gives back its hold on the pass, and no memory.
 struct Before : torch::autograd::FunctionPreHook {
   explicit Before(NodeState& state) : state_(state) {}
   variable_list operator()(const variable_list& incoming) override {
-    state_.before.pass->before(state_, incoming);
+    state_.pass->before(state_, incoming);
     return handed_back(incoming);
   }
   static void operator delete(void* hook) {
-    hook_is_gone(hook);
+    state_of(hook)->pass->let_go();
+  }
+  static NodeState* state_of(void* hook) {
+    return reinterpret_cast<NodeState*>(static_cast<char*>(hook) - offsetof(NodeState, before));
   }
 
  private:
@@ -353,25 +389,21 @@ struct Before : torch::autograd::FunctionPreHook {
 struct After : torch::autograd::FunctionPostHook {
   explicit After(NodeState& state) : state_(state) {}
   variable_list operator()(const variable_list& outgoing, const variable_list& incoming) override {
-    state_.after.pass->after(state_, outgoing, incoming);
+    state_.pass->after(state_, outgoing, incoming);
     return handed_back(outgoing);
   }
   static void operator delete(void* hook) {
-    hook_is_gone(hook);
+    state_of(hook)->pass->let_go();
+  }
+  static NodeState* state_of(void* hook) {
+    return reinterpret_cast<NodeState*>(static_cast<char*>(hook) - offsetof(NodeState, after));
   }
 
  private:
   NodeState& state_;
 };
 
-static_assert(sizeof(Before) <= sizeof(HookPlace::bytes) && sizeof(After) <= sizeof(HookPlace::bytes));
-
-template <class Hook>
-Hook* made_in(HookPlace& place, Pass& pass, NodeState& state) {
-  pass.hold();
-  place.pass = &pass;
-  return ::new (static_cast<void*>(place.bytes)) Hook(state);
-}
+static_assert(sizeof(Before) <= sizeof(NodeState::before) && sizeof(After) <= sizeof(NodeState::after));
 
 } // namespace
 } // namespace gradtrace

@@ -76,19 +76,20 @@ void pass_dealloc(PyObject* self) {
 
 PyObject* sizes_of(const NodeState& state) {
   PyObject* all = PyList_New(0);
-  for (size_t at = 0; all && at < state.came_in.size();) {
-    const int64_t count = state.came_in[at++];
+  const CameIn none, &came_in = state.came_in ? *state.came_in : none;
+  for (size_t at = 0; all && at < came_in.size();) {
+    const int64_t count = came_in[at++];
     PyObject* entry = nullptr;
     if (count == -1) {
       entry = Py_NewRef(Py_None);
     } else {
-      const auto type = static_cast<at::ScalarType>(state.came_in[at++]);
+      const auto type = static_cast<at::ScalarType>(came_in[at++]);
       if (count == -2) {
         entry = Py_NewRef(Py_None);
       } else {
         PyObject* sizes = PyTuple_New(count);
         for (int64_t d = 0; sizes && d < count; ++d) {
-          PyTuple_SET_ITEM(sizes, d, PyLong_FromLongLong(state.came_in[at++]));
+          PyTuple_SET_ITEM(sizes, d, PyLong_FromLongLong(came_in[at++]));
         }
         entry = sizes ? Py_BuildValue("(ON)", reinterpret_cast<PyObject*>(torch::getTHPDtype(type)), sizes) : nullptr;
       }
@@ -179,8 +180,8 @@ int set_pass_task(PyObject* self, PyObject* value, void*) {
 
 PyObject* pass_own_ns(PyObject* self, void*) {
   const Pass& pass = *of(self).pass;
-  const double elapsed_ticks = static_cast<double>(ticks() - pass.began_ticks);
-  const double elapsed_ns = static_cast<double>(now() - pass.began_ns);
+  const double elapsed_ticks = static_cast<double>(ticks() - pass.began.ticks);
+  const double elapsed_ns = static_cast<double>(now() - pass.began.ns);
   const double own = static_cast<double>(pass.own_ticks());
   return PyLong_FromDouble(elapsed_ticks > 0 ? own * elapsed_ns / elapsed_ticks : 0.0);
 }

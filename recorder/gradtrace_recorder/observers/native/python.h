@@ -31,6 +31,10 @@ class Owned {
     Py_XDECREF(object_);
   }
   Owned(Owned&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Owned& operator=(Owned&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
   Owned(const Owned&) = delete;
   Owned& operator=(const Owned&) = delete;
   PyObject* get() const {

@@ -2,8 +2,8 @@
 // Part of observer.cpp.
 #pragma once
 
+#include "clock.h"
 #include "journal.h"
-#include "tensors.h"
 
 #include <cstdlib>
 #include <new>
@@ -32,6 +32,13 @@ struct LeafNames {
   PyObject* frame = nullptr;
   PyObject* named = nullptr;
   bool is_parameter = true;
+};
+
+// Where a parameter is held, as Python knew it when it gave all that it had given.
+struct LeafPlace {
+  PyObject* module = nullptr; // a weak reference
+  PyObject* own = nullptr;    // its name there
+  const LeafNames* names = nullptr;
 };
 
 // Memory of one kind that is used again by the next that wants no more: asking for it, and clearing it, is dear.
@@ -79,6 +86,7 @@ class Spare {
 struct NodeName {
   uint32_t number = 0;
   bool is_python = false; // each Function of Python's has a name of its own
+  PyObject* text = nullptr;
 };
 
 // What all passes of a recording share.
@@ -92,13 +100,18 @@ struct Settings {
   uint32_t dtypes[4] = {};
   uint32_t incoming = 0, outgoing = 0;
   int64_t zero_ns = 0;
+  TickLength tick_length; // under the GIL
   PyObject* foreign = nullptr; // (tensor) -> bytes of Foreign; called with the GIL
   std::unordered_map<PyObject*, LeafNames> leaves; // by the name's identity; under the GIL
+  std::unordered_map<PyObject*, LeafPlace> leaf_places; // by the variable; under the GIL
+  long long places_given = -1;                          // how often Python had given names when they were asked for
   std::unordered_map<const std::type_info*, NodeName> node_names; // under the GIL
+  std::pair<const std::type_info*, NodeName> recent_names[64];    // the same: some of them, by address
   Spare states, remembered; // the memory that the last pass gave back, on any thread
   std::unique_ptr<Buffers> buffers; // the same, under the GIL
 
   Settings();
+  void forget_places();
 
   ~Settings();
 };
