@@ -9,8 +9,7 @@ import functools
 import itertools
 import resource
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -32,8 +31,7 @@ Culprit = tuple[int | None, int, int, int, int]
 GradientReady = Callable[[torch.Tensor, int], None]
 
 
-@dataclass(frozen=True)
-class EngineCall:
+class EngineCall(NamedTuple):
     """A call into the engine that is about to be watched.
 
     `create_graph` says that the pass makes Nodes, which belong to those that run.

@@ -41,6 +41,7 @@ from gradtrace_schemas.journal import (
     NULL_STRING,
 )
 
+_get_ident = threading.get_ident
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
 
@@ -126,12 +127,15 @@ class EngineSource:
             self._modules.forget_abandoned(recording)
             timeline.activity()
             recording.names.is_settled = True
-        index = timeline.totals.engine_calls
-        timeline.totals.engine_calls = index + 1
+        totals = timeline.totals
+        index = totals.engine_calls
+        totals.engine_calls = index + 1
         opened = _OpenPass(recording, index, timeline.microbatch, accumulates, top_level)
         action = recording.actions.current
-        opened.stage_index = None if action is None else action.stage_index
-        half = None if action is None else action.phase
+        half, follows_half = None, False
+        if action is not None:
+            opened.stage_index, half = action.stage_index, action.phase
+            follows_half = action.follows_half
         open_passes = self._local.open_passes
         if open_passes:
             opened.parent = open_passes[-1].index
@@ -142,37 +146,35 @@ class EngineSource:
         elif not top_level:
             opened.parent = self._index_of_task(torch._C._current_graph_task_id())
         self._open[index] = opened
-        if accumulates and top_level:
+        has_ddp = self._ddp.has_models
+        if has_ddp and accumulates and top_level:
             self._ddp.backward_begins(recording, index)
         if timeline.is_recorded:
-            if (accumulates or half == "weight") and top_level and recording.settings.records_state:
+            if top_level and (accumulates or half == "weight") and recording.settings.records_state:
                 self._record_carried(recording, index)
             outputs = _argument("tensors", 0, args, kwargs, ())
             opened.loss = _scalar(outputs[0], recording) if len(outputs) else None
             if recording.flight is not None:
                 recording.flight.saw_loss(opened.loss)
-            opened.watch = self._observer_of(recording).watch(
-                recording,
-                outputs,
-                EngineCall(
-                    index,
-                    accumulates,
-                    bool(_argument("create_graph", 3, args, kwargs, False)),
-                    half,
-                    action is not None and action.follows_half,
-                    opened.stage_index,
-                    self._ddp.gradient_ready if self._ddp.has_models else None,
-                ),
+            call = EngineCall(
+                index,
+                accumulates,
+                bool(_argument("create_graph", 3, args, kwargs, False)),
+                half,
+                follows_half,
+                opened.stage_index,
+                self._ddp.gradient_ready if has_ddp else None,
             )
+            opened.watch = self._observer_of(recording).watch(recording, outputs, call)
             opened.device_began = recording.device_times.begin()
         open_passes.append(opened)
-        thread = threading.get_ident()
+        thread = _get_ident()
         opened.place_before = recording.journal.place_of(thread)
-        opened.start_ns = timeline.now()
-        null = NULL_INT32
-        opened.place = (NULL_STRING, null, null, timeline.step, opened.microbatch, index)
-        recording.journal.move(thread, opened.start_ns, (IN_BACKWARD, *opened.place))
-        timeline.totals.recorder_ns += opened.start_ns - entered
+        place = (NULL_STRING, NULL_INT32, NULL_INT32, timeline.step, opened.microbatch, index)
+        opened.place = place
+        opened.start_ns = start = timeline.now()
+        recording.journal.move(thread, start, (IN_BACKWARD, *place))
+        totals.recorder_ns += start - entered
         return opened
 
     def _observer_of(self, recording: Recording) -> PythonObserver:
@@ -206,10 +208,10 @@ class EngineSource:
         after: Place = (AFTER_BACKWARD, *opened.place)
         place = before if before[0] in INSIDE else after
         opened.device_ns = recording.device_times.end(opened.device_began)
-        recording.journal.move(threading.get_ident(), end, place)
+        recording.journal.move(_get_ident(), end, place)
         watch = opened.watch
         failed = watch.close(failed=error is not None) if watch is not None else None
-        reduces = opened.accumulates and opened.top_level
+        reduces = opened.accumulates and opened.top_level and self._ddp.has_models
         ddp_sync = self._ddp.sync_of_pass() if reduces else None
         if reduces and timeline.is_recorded and recording.settings.records_state:
             self._ddp.backward_ended(
@@ -321,6 +323,11 @@ def tell_at_first_backward(text: str) -> None:
 
 class _OpenPass:
     """A call into the engine that has not returned."""
+
+    __slots__ = (
+        "accumulates", "device_began", "device_ns", "index", "loss", "microbatch", "parent", "place", "place_before",
+        "recording", "stage_index", "start_ns", "top_level", "watch",
+    )  # fmt: skip
 
     def __init__(
         self,

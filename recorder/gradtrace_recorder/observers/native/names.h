@@ -160,7 +160,7 @@ const LeafNames* names_of(Settings& settings, PyObject* variable, PyObject* plac
   if (!module) {
     return nullptr;
   }
-  const Owned held = (place->names->is_parameter ? of_parameters : of_buffers).of(module.get());
+  const Owned held = (place->names->is_parameter ? of_parameters : of_buffers).of_instance(module.get());
   if (!held || !PyDict_Check(held.get()) || PyDict_GetItemWithError(held.get(), place->own) != variable) {
     return nullptr;
   }

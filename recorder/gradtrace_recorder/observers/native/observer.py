@@ -29,7 +29,6 @@ from gradtrace_recorder.observers.python import (
 )
 from gradtrace_recorder.observers.release import release_waiting
 from gradtrace_recorder.recording import Recording
-from gradtrace_recorder.rows import NODE_EVENTS
 from gradtrace_recorder.summaries.summariser import Summariser, shape_fields, unasked
 from gradtrace_recorder.summaries.values import NOTHING, as_bytes
 from gradtrace_schemas import TABLES
@@ -46,8 +45,6 @@ from gradtrace_schemas.journal import (
 )
 
 _SHAPE = struct.Struct(f"<B{MAX_DIMENSIONS}q")
-_HEAD = struct.Struct("<Hiii")
-_PHASE = struct.Struct("<Ii")
 # A leaf's names: root, its module's and its own as numbers of strings, the frame that stands for its module.
 _Leaf = tuple[int, int, int, Frame]
 
@@ -64,20 +61,23 @@ class NativeObserver(PythonObserver):
         self._open = open_passes
         self._waiting: list[Any] = []
         self._of: tuple[Recording, _Shared] | None = None
+        self._records_nodes = False
 
     def watch(self, recording: Recording, outputs: Sequence[Any], call: EngineCall) -> PassWatch:
         """Watch every Node that can be reached from what the engine is given: in C++ where that can be."""
-        native = recording.native
-        assert native is not None
+        if self._of is None or self._of[0] is not recording:
+            native = recording.native
+            assert native is not None
+            self._of = (recording, _Shared(recording, native))
+            self._records_nodes = recording.settings.records("nodes")
+        shared = self._of[1]
         reason = self._why_python(recording, call)
         if reason is not None:
-            native.python_passes[reason] += 1
+            shared.native.python_passes[reason] += 1
             return super().watch(recording, outputs, call)
         if self._waiting:
             self.release_waiting()
-        if self._of is None or self._of[0] is not recording:
-            self._of = (recording, _Shared(recording, native))
-        watch = NativePassWatch(self, self._of[1], recording, self._guard, call)
+        watch = NativePassWatch(self, shared, recording, self._guard, call)
         watch.attach(outputs)
         return watch
 
@@ -95,7 +95,7 @@ class NativeObserver(PythonObserver):
 
     def _why_python(self, recording: Recording, call: EngineCall) -> str | None:
         """Why this pass is left to Python, None where it is not."""
-        if not recording.settings.records("nodes"):
+        if not self._records_nodes:
             return "Nodes are not recorded"
         if recording.summariser.uses_devices:
             return "summaries are made on a device"
@@ -119,44 +119,32 @@ class _Shared:
         self.native = native
         self.accumulate = journal.string("AccumulateGrad")
         self._recording = recording
-        self._summary = recording.settings.summary
         string = journal.string
         names = tuple(string(n) for n in ("float64", "float32", "float16", "bfloat16"))
-        self._settings = native.library.Settings(
-            journal.core,
-            recording.timeline.zero_ns,
-            (NODE_EVENTS, KINDS["node_tensors"], KINDS["gradients"]),
-            _offsets(),
-            self._summary,
-            (*names, string("grad_output"), string("grad_input")),
-            _foreign(recording.summariser),
-        )
         nothing = as_bytes(NOTHING)
         null = (NULL_BOOL, NULL_BOOL, NULL_FLOAT)
-        self._node = _record(
+        node = _record(
             "node_events",
             device_ns=NULL_INT64, outcome=string("ok"), grad_output_mutated=null[0], replay_equal=null[1],
             replay_error=null[2],
             grad_output_summary=nothing, grad_input_summary=nothing,
         )  # fmt: skip
-        self._tensor = _record("node_tensors", summary=nothing)
-        self._gradient = _record("gradients", point=string("local"), summary=nothing)
-        node = record_dtype(TABLES["node_events"]).fields
-        assert node is not None and node["stage_index"][1] == node["phase"][1] + 4
-        self._phase_at = node["phase"][1]
+        tensor = _record("node_tensors", summary=nothing)
+        gradient = _record("gradients", point=string("local"), summary=nothing)
+        self._settings = native.library.Settings(
+            journal.core,
+            recording.timeline.zero_ns,
+            (node, tensor, gradient),
+            _offsets(),
+            recording.settings.summary,
+            (*names, string("grad_output"), string("grad_input")),
+            _foreign(recording.summariser),
+        )
 
     def begin(self, watch: NativePassWatch) -> Any:
         """The library's half of a pass."""
-        head = (watch.step, watch.microbatch, watch.backward_index)
-        _HEAD.pack_into(self._node, 8, NODE_EVENTS, *head)
-        _PHASE.pack_into(self._node, self._phase_at, watch.phase, watch.stage_index)
-        tensor = gradient = None
-        if self._summary != "off":
-            _HEAD.pack_into(self._tensor, 8, KINDS["node_tensors"], *head)
-            _HEAD.pack_into(self._gradient, 8, KINDS["gradients"], *head)
-            tensor, gradient = bytes(self._tensor), bytes(self._gradient)
         return self.native.library.Pass(
-            self._settings, bytes(self._node), tensor, gradient, *head, watch.phase, watch.stage_index
+            self._settings, watch.step, watch.microbatch, watch.backward_index, watch.phase, watch.stage_index
         )  # fmt: skip
 
     def leaf(self, named: ParameterName) -> _Leaf:
@@ -214,7 +202,7 @@ class NativePassWatch(PassWatch):
 
     def close(self, *, failed: bool) -> Culprit:
         """Let go of all Nodes. Gives the one that was running when the pass failed; its row is written now."""
-        running = self._native.close()
+        running, own_ns, late_hooks, error = self._native.close()
         if self.half == "input" and self.half_done is not None:
             self.half_done.update(self._native.ended())
         for index, name, number, frame, occurrence, parameter, start, thread, came_in in running:
@@ -229,12 +217,12 @@ class NativePassWatch(PassWatch):
         if not self._is_released:
             self._is_released = True
             self._observer.let_go(self._native)
-            self.totals.recorder_ns += self._native.own_ns
-            if self._native.late_hooks:
+            self.totals.recorder_ns += own_ns
+            if late_hooks:
                 reason = "a hook on a parameter came while the pass ran"
-                self.recording.summariser.unsummarised[reason] += self._native.late_hooks
-            if self._native.error is not None:
-                self.guard.failed(HookFailed(self._native.error))
+                self.recording.summariser.unsummarised[reason] += late_hooks
+            if error is not None:
+                self.guard.failed(HookFailed(error))
         return culprit
 
     def _attach(self, roots: Sequence[Any]) -> None:
@@ -296,22 +284,23 @@ class NativePassWatch(PassWatch):
             self._shared.native.python_nodes[reason] += 1
 
 
-def _record(table: str, **fields: Any) -> bytearray:
-    """A record of the table with these fields, and zeros elsewhere."""
+def _record(table: str, **fields: Any) -> bytes:
+    """A record of the table with its kind and these fields, and zeros elsewhere."""
     import numpy as np
 
     dtype = record_dtype(TABLES[table])
     record = np.zeros((), dtype)
+    record["record_kind"] = KINDS[table]
     for name, value in fields.items():
         if isinstance(value, bytes):
             record[name] = np.frombuffer(value, dtype[name])[0]
         else:
             record[name] = value
-    return bytearray(record.tobytes().ljust(RECORD_BYTES, b"\0"))
+    return record.tobytes().ljust(RECORD_BYTES, b"\0")
 
 
 def _offsets() -> dict[str, int]:
-    """Where the fields lie that hooks fill in."""
+    """Where the fields lie that passes and hooks fill in."""
     offsets: dict[str, int] = {}
     for table, prefix in (
         ("node_events", ""), ("node_tensors", "node_tensors."), ("gradients", "gradients."),

@@ -35,8 +35,7 @@ struct NodeState {
 class Pass {
  public:
   const std::shared_ptr<Settings> settings;
-  std::vector<char> node_record, tensor_record, gradient_record; // with all that is the same for every Node
-  RunningEntry running = {};
+  const RunningEntry running;
   std::atomic<int> task{-1};
   std::atomic<int32_t> next_index{0};
   std::atomic<bool> is_open{true};
@@ -47,8 +46,20 @@ class Pass {
   size_t state_count = 0;
   Gradients gradients;
 
-  explicit Pass(std::shared_ptr<Settings> shared)
-      : settings(std::move(shared)), gradients(settings), clock_(began, settings->tick_length.learn(began)) {}
+  // `about` has what is the same for every Node.
+  Pass(std::shared_ptr<Settings> shared, const RunningEntry& about)
+      : settings(std::move(shared)),
+        running(about),
+        gradients(settings),
+        node_(of_this_pass(settings->node)),
+        clock_(began, settings->tick_length.learn(began)) {
+    put(node_.data(), settings->fields.phase, running.phase);
+    put(node_.data(), settings->fields.stage_index, running.stage_index);
+    if (!settings->is_off) {
+      tensor_ = of_this_pass(settings->tensor);
+      gradient_ = of_this_pass(settings->gradient);
+    }
+  }
   Pass(const Pass&) = delete;
   Pass& operator=(const Pass&) = delete;
 
@@ -153,6 +164,7 @@ class Pass {
 
  private:
   std::atomic<int64_t> holders_{1};
+  Record node_, tensor_, gradient_; // with all that is the same for every Node
   NodeState* states_ = nullptr;
   size_t bytes_ = 0;
   // Of the pass's own thread: its clock, what its hooks took, and of the Node that it runs what came in.
@@ -194,6 +206,14 @@ class Pass {
       }
     } catch (...) {
     }
+  }
+
+  Record of_this_pass(const Record& record) const {
+    Record own = record;
+    put(own.data(), settings->fields.step, running.step);
+    put(own.data(), settings->fields.microbatch, running.microbatch);
+    put(own.data(), settings->fields.backward_index, running.backward_index);
+    return own;
   }
 
   int64_t time_of(uint64_t moment, bool is_own) {
@@ -249,7 +269,7 @@ class Pass {
     const Fields& at = of.fields;
     const int32_t came = present(incoming), went = present(outgoing);
     const auto fill = [&](char* row) {
-      std::memcpy(row + 8, node_record.data() + 8, node_record.size() - 16);
+      std::memcpy(row + 8, node_.data() + 8, of.journal->layout.record_bytes - 16);
       put(row, at.event_index, index);
       put(row, at.autograd_seq, state.number);
       put(row, at.node_name, state.name);
@@ -322,8 +342,8 @@ class Pass {
         gradients.remember(incoming[0], packed);
       }
     }
-    alignas(8) char row[2048];
-    std::memcpy(row, gradient_record.data(), gradient_record.size());
+    alignas(8) Record record = gradient_;
+    char* row = record.data();
     put(row, of.fields.gradient_root, state.root);
     put(row, of.fields.gradient_parameter_fqn, state.parameter_fqn);
     put(row, of.fields.gradient_shape, shape);
@@ -337,11 +357,11 @@ class Pass {
       const Few<const Packed*>& parts,
       const Few<Shape>& shapes) {
     const Settings& of = *settings;
-    alignas(8) char row[2048];
+    alignas(8) Record record = tensor_;
+    char* row = record.data();
     const std::lock_guard<Lock> held(of.journal->lock);
     for (size_t position = 0; position < parts.size(); ++position) {
       if (parts[position]) {
-        std::memcpy(row, tensor_record.data(), tensor_record.size());
         put(row, of.fields.tensor_event_index, index);
         put(row, of.fields.tensor_direction, direction);
         put(row, of.fields.tensor_position, static_cast<int32_t>(position));

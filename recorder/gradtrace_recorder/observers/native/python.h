@@ -68,6 +68,16 @@ class Attribute {
     return Owned(PyObject_GetAttr(object, name()));
   }
 
+  // The same, but a class's own `__getattr__`, which is for what an object lacks, is asked last.
+  Owned of_instance(PyObject* object) {
+    PyObject* value = PyObject_GenericGetAttr(object, name());
+    if (!value && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+      PyErr_Clear();
+      value = PyObject_GetAttr(object, name());
+    }
+    return Owned(value);
+  }
+
   PyObject* name() {
     if (!name_) {
       name_ = PyUnicode_InternFromString(text_);

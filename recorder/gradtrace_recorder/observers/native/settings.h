@@ -5,6 +5,7 @@
 #include "clock.h"
 #include "journal.h"
 
+#include <array>
 #include <cstdlib>
 #include <new>
 #include <utility>
@@ -14,11 +15,15 @@ namespace {
 
 // Where the fields lie in the records that hooks write. Python hands it over.
 struct Fields {
+  int64_t step, microbatch, backward_index, phase, stage_index; // the first three are the same of every kind
   int64_t event_index, autograd_seq, node_name, root, module_fqn, call_index, occurrence, parameter_fqn, thread,
       start_ns, end_ns, grad_output_count, grad_input_count, grad_output_summary, grad_input_summary;
   int64_t tensor_event_index, tensor_direction, tensor_position, tensor_shape, tensor_summary;
   int64_t gradient_root, gradient_parameter_fqn, gradient_shape, gradient_summary;
 };
+
+// A record with what is the same in all of its kind.
+using Record = std::array<char, 512>;
 
 template <class T>
 void put(char* record, int64_t offset, const T& value) {
@@ -95,6 +100,7 @@ struct Buffers;
 struct Settings {
   std::shared_ptr<Journal> journal;
   Fields fields = {};
+  Record node = {}, tensor = {}, gradient = {};
   int node_kind = 0, tensor_kind = 0, gradient_kind = 0;
   bool is_off = true, is_whole = false;
   uint32_t dtypes[4] = {};
