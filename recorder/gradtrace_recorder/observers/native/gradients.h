@@ -15,6 +15,16 @@ struct Remembered {
   Packed packed;
 };
 
+// A gradient, and where it lies if it is a plain one; or none.
+struct Read {
+  const at::Tensor* tensor = nullptr;
+  Kind kind = Kind::f32;
+  const void* data = nullptr; // says the kind too, so it comes after it
+
+  Read() = default;
+  explicit Read(const at::Tensor& gradient) : tensor(&gradient), data(readable(gradient, kind)) {}
+};
+
 // Any thread may call it.
 class Gradients {
  public:
@@ -27,9 +37,12 @@ class Gradients {
 
   // The summary of a gradient, used again for the same tensor (which a weak reference proves) at the same version.
   Packed of(const at::Tensor& gradient, Shape* shape) {
-    Kind kind;
-    const void* data = readable(gradient, kind);
-    if (!data) {
+    return of(Read(gradient), shape);
+  }
+
+  Packed of(const Read& read, Shape* shape) {
+    const at::Tensor& gradient = *read.tensor;
+    if (!read.data) {
       const Foreign given = foreign(gradient);
       if (shape) {
         *shape = given.shape;
@@ -40,7 +53,7 @@ class Gradients {
       *shape = shape_of(gradient);
     }
     if (gradient.is_inference()) {
-      return packed(gradient, kind, data);
+      return packed(gradient, read.kind, read.data);
     }
     const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
     {
@@ -50,21 +63,21 @@ class Gradients {
         return known->packed;
       }
     }
-    const Packed made = packed(gradient, kind, data);
+    const Packed made = packed(gradient, read.kind, read.data);
     remember(gradient, made);
     return made;
   }
 
-  // That of a gradient that leaves: the one of a gradient that came in, where both are the same memory. Both are alive.
-  Packed handed_on(
-      const at::Tensor& gradient, const variable_list& incoming, const Few<Packed>& came, Shape* shape) {
-    Kind kind, other;
-    const void* data = readable(gradient, kind);
-    if (data && gradient.numel() && gradient.is_contiguous() && !gradient.is_inference()) {
+  // That of a gradient that leaves: the one of a gradient that came in, where both are the same memory. All are alive.
+  Packed handed_on(const at::Tensor& gradient, const Few<Read>& incoming, const Few<Packed>& came, Shape* shape) {
+    const Read read(gradient);
+    if (read.data && gradient.numel() && gradient.is_contiguous() && !gradient.is_inference()) {
       for (size_t at = 0; at < incoming.size(); ++at) {
-        const at::Tensor& one = incoming[at];
-        if (one.defined() && !one.is_same(gradient) && one.numel() == gradient.numel() &&
-            readable(one, other) == data && other == kind && one.is_contiguous() && !one.is_inference() &&
+        if (incoming[at].data != read.data || incoming[at].kind != read.kind) {
+          continue;
+        }
+        const at::Tensor& one = *incoming[at].tensor;
+        if (!one.is_same(gradient) && one.numel() == gradient.numel() && one.is_contiguous() && !one.is_inference() &&
             one._version() == gradient._version()) {
           remember(gradient, came[at]);
           if (shape) {
@@ -74,7 +87,7 @@ class Gradients {
         }
       }
     }
-    return of(gradient, shape);
+    return of(read, shape);
   }
 
   void remember(const at::Tensor& gradient, const Packed& packed) {
@@ -118,7 +131,8 @@ class Gradients {
 
  private:
   // A gradient has two places; whoever needs one that is taken has it, and the other is computed once more if it comes.
-  static constexpr size_t kPlaces = 1024;
+  // Most come again soon, and few places stay in the nearest cache.
+  static constexpr size_t kPlaces = 64;
 
   const std::shared_ptr<Settings> settings_;
   Lock lock_; // of what follows
@@ -126,7 +140,7 @@ class Gradients {
   std::bitset<kPlaces> is_used_;
 
   static size_t place_of(const c10::TensorImpl* impl) {
-    return (reinterpret_cast<uintptr_t>(impl) >> 4) * 0x9E3779B97F4A7C15 >> 54;
+    return (reinterpret_cast<uintptr_t>(impl) >> 4) * 0x9E3779B97F4A7C15 >> 58;
   }
 
   const Remembered* find(const c10::TensorImpl* impl) const {

@@ -3,7 +3,7 @@
 // A Node's hooks are changed with the GIL held, while no pass runs anywhere: the engine reads them without a lock.
 #pragma once
 
-#include "pass.h"
+#include "hooks.h"
 #include "python.h"
 
 namespace gradtrace {

@@ -1,6 +1,5 @@
 #include "journal.h"
 
-#include <pthread.h>
 #include <sched.h>
 #include <time.h>
 
@@ -11,18 +10,7 @@
 
 namespace gradtrace {
 
-bool Lock::try_lock() {
-  const uintptr_t mine = static_cast<uintptr_t>(pthread_self());
-  uintptr_t owner = 0;
-  if (owner_.load(std::memory_order_relaxed) != mine &&
-      !owner_.compare_exchange_strong(owner, mine, std::memory_order_acquire)) {
-    return false;
-  }
-  ++depth_;
-  return true;
-}
-
-void Lock::lock() {
+void Lock::wait() {
   for (int tries = 0; !try_lock(); ++tries) {
     if (tries < 100) {
       sched_yield();

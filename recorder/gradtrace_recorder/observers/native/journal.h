@@ -6,6 +6,7 @@
 #pragma once
 
 #include <Python.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -47,8 +48,21 @@ class Event {
 // was written under it. Whoever finds it taken tries again, soon and then less often.
 class Lock {
  public:
-  bool try_lock();
-  void lock();
+  bool try_lock() {
+    const uintptr_t mine = static_cast<uintptr_t>(pthread_self());
+    uintptr_t owner = 0;
+    if (owner_.load(std::memory_order_relaxed) != mine &&
+        !owner_.compare_exchange_strong(owner, mine, std::memory_order_acquire)) {
+      return false;
+    }
+    ++depth_;
+    return true;
+  }
+  void lock() {
+    if (!try_lock()) {
+      wait();
+    }
+  }
   void unlock() {
     if (--depth_ == 0) {
       owner_.store(0, std::memory_order_release);
@@ -58,6 +72,8 @@ class Lock {
  private:
   std::atomic<uintptr_t> owner_{0};
   int depth_ = 0; // the owner's
+
+  void wait(); // and take it
 };
 
 struct Layout {
@@ -86,16 +102,21 @@ class Journal {
   void drop(int kind, int32_t step);
   void push(int64_t thread, const RunningEntry& entry);
   void pop(int64_t thread);
-  // What the thread noted last has ended, and `fill` writes its record where it lies: all but its two numbers. It must
-  // not throw.
+  // A record that `fill` writes where it lies: all but its two numbers. It must not throw.
   template <class F>
-  void finish(int64_t thread, int kind, int32_t step, F fill) {
+  void write(int kind, int32_t step, F fill) {
     const std::lock_guard<Lock> held(lock);
-    pop_entry(thread);
     if (char* place = place_for(kind, step)) {
       fill(place);
       put_numbers(kind, place);
     }
+  }
+  // The same of what the thread noted last, which has ended.
+  template <class F>
+  void finish(int64_t thread, int kind, int32_t step, F fill) {
+    const std::lock_guard<Lock> held(lock);
+    pop_entry(thread);
+    write(kind, step, fill);
   }
   // The slot of a thread, -1 where there is none left. Under the lock.
   int slot_of(int64_t thread);

@@ -5,31 +5,11 @@
 #pragma once
 
 #include "gradients.h"
+#include "node_state.h"
 #include "others_hooks.h"
 
 namespace gradtrace {
 namespace {
-
-class Pass;
-
-// Of each gradient that came into a Node: how many sizes (-1: there was none, -2: they cannot be told), dtype, sizes.
-using CameIn = c10::SmallVector<int64_t, 32>;
-
-// One Node in one pass: what is noted when it begins, and names it in its row. Its two hooks lie in it.
-struct NodeState {
-  Pass* pass = nullptr;
-  alignas(8) unsigned char before[16] = {}, after[16] = {};
-  uint32_t name = 0, module_fqn = kNullString, parameter_fqn = kNullString;
-  int32_t root = kNullInt32, call_index = kNullInt32;
-  uint32_t occurrence = 0;
-  int64_t number = kNullInt64;
-  int64_t start = 0, thread = 0;
-  CameIn* came_in = nullptr;
-  AccumulateGrad* leaf = nullptr; // whose hook this state belongs to
-  PyObject* frame = nullptr;      // borrowed: the pass owns it
-  std::atomic<int32_t> index{-1};
-  bool has_local = false, has_ended = false;
-};
 
 // Held by the Python object and by every hook that is still on a Node: the last of them ends it.
 class Pass {
@@ -216,6 +196,11 @@ class Pass {
     return own;
   }
 
+  // All of a record but its two numbers.
+  void begin_row(char* row, const Record& record) const {
+    std::memcpy(row + 8, record.data() + 8, settings->journal->layout.record_bytes - 16);
+  }
+
   int64_t time_of(uint64_t moment, bool is_own) {
     return is_own ? clock_.at(moment) : now();
   }
@@ -269,7 +254,7 @@ class Pass {
     const Fields& at = of.fields;
     const int32_t came = present(incoming), went = present(outgoing);
     const auto fill = [&](char* row) {
-      std::memcpy(row + 8, node_.data() + 8, of.journal->layout.record_bytes - 16);
+      begin_row(row, node_);
       put(row, at.event_index, index);
       put(row, at.autograd_seq, state.number);
       put(row, at.node_name, state.name);
@@ -291,18 +276,20 @@ class Pass {
     if (state.has_local) {
       record_local(state, incoming);
     }
+    Few<Read> read(incoming.size());
     Few<Packed> in(incoming.size()), out(outgoing.size());
     Few<Shape> in_shapes(incoming.size()), out_shapes(outgoing.size());
     Few<const Packed*> in_parts(incoming.size()), out_parts(outgoing.size());
     for (size_t i = 0; i < incoming.size(); ++i) {
       if (incoming[i].defined()) {
-        in[i] = gradients.of(incoming[i], &in_shapes[i]);
+        read[i] = Read(incoming[i]);
+        in[i] = gradients.of(read[i], &in_shapes[i]);
         in_parts[i] = &in[i];
       }
     }
     for (size_t i = 0; i < outgoing.size(); ++i) {
       if (outgoing[i].defined()) {
-        out[i] = gradients.handed_on(outgoing[i], incoming, in, &out_shapes[i]);
+        out[i] = gradients.handed_on(outgoing[i], read, in, &out_shapes[i]);
         out_parts[i] = &out[i];
       }
     }
@@ -342,13 +329,13 @@ class Pass {
         gradients.remember(incoming[0], packed);
       }
     }
-    alignas(8) Record record = gradient_;
-    char* row = record.data();
-    put(row, of.fields.gradient_root, state.root);
-    put(row, of.fields.gradient_parameter_fqn, state.parameter_fqn);
-    put(row, of.fields.gradient_shape, shape);
-    put(row, of.fields.gradient_summary, packed);
-    of.journal->append(of.gradient_kind, running.step, row);
+    of.journal->write(of.gradient_kind, running.step, [&](char* row) {
+      begin_row(row, gradient_);
+      put(row, of.fields.gradient_root, state.root);
+      put(row, of.fields.gradient_parameter_fqn, state.parameter_fqn);
+      put(row, of.fields.gradient_shape, shape);
+      put(row, of.fields.gradient_summary, packed);
+    });
   }
 
   void record_each(
@@ -357,17 +344,17 @@ class Pass {
       const Few<const Packed*>& parts,
       const Few<Shape>& shapes) {
     const Settings& of = *settings;
-    alignas(8) Record record = tensor_;
-    char* row = record.data();
     const std::lock_guard<Lock> held(of.journal->lock);
     for (size_t position = 0; position < parts.size(); ++position) {
       if (parts[position]) {
-        put(row, of.fields.tensor_event_index, index);
-        put(row, of.fields.tensor_direction, direction);
-        put(row, of.fields.tensor_position, static_cast<int32_t>(position));
-        put(row, of.fields.tensor_shape, shapes[position]);
-        put(row, of.fields.tensor_summary, *parts[position]);
-        of.journal->append(of.tensor_kind, running.step, row);
+        of.journal->write(of.tensor_kind, running.step, [&](char* row) {
+          begin_row(row, tensor_);
+          put(row, of.fields.tensor_event_index, index);
+          put(row, of.fields.tensor_direction, direction);
+          put(row, of.fields.tensor_position, static_cast<int32_t>(position));
+          put(row, of.fields.tensor_shape, shapes[position]);
+          put(row, of.fields.tensor_summary, *parts[position]);
+        });
       }
     }
   }
@@ -380,50 +367,6 @@ class Pass {
     return count;
   }
 };
-
-// The engine calls hooks with lists of its own, which it replaces by what they give back (`call_pre_hooks` and
-// `call_post_hooks` in torch/csrc/autograd/engine.cpp, alike in every version until 2.13): so a list is handed back as it
-// is, not copied. The library is kept only if that holds where it was built (`build.py` tries it).
-variable_list handed_back(const variable_list& list) {
-  return std::move(const_cast<variable_list&>(list));
-}
-
-// A hook that a Node deletes gives back its hold on the pass, and no memory.
-struct Before : torch::autograd::FunctionPreHook {
-  explicit Before(NodeState& state) : state_(state) {}
-  variable_list operator()(const variable_list& incoming) override {
-    state_.pass->before(state_, incoming);
-    return handed_back(incoming);
-  }
-  static void operator delete(void* hook) {
-    state_of(hook)->pass->let_go();
-  }
-  static NodeState* state_of(void* hook) {
-    return reinterpret_cast<NodeState*>(static_cast<char*>(hook) - offsetof(NodeState, before));
-  }
-
- private:
-  NodeState& state_;
-};
-
-struct After : torch::autograd::FunctionPostHook {
-  explicit After(NodeState& state) : state_(state) {}
-  variable_list operator()(const variable_list& outgoing, const variable_list& incoming) override {
-    state_.pass->after(state_, outgoing, incoming);
-    return handed_back(outgoing);
-  }
-  static void operator delete(void* hook) {
-    state_of(hook)->pass->let_go();
-  }
-  static NodeState* state_of(void* hook) {
-    return reinterpret_cast<NodeState*>(static_cast<char*>(hook) - offsetof(NodeState, after));
-  }
-
- private:
-  NodeState& state_;
-};
-
-static_assert(sizeof(Before) <= sizeof(NodeState::before) && sizeof(After) <= sizeof(NodeState::after));
 
 } // namespace
 } // namespace gradtrace
