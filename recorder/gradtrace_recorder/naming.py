@@ -35,7 +35,7 @@ class ModuleName:
     """A module's place: its root and its FQN there. `wraps` is true of a wrapper, which has its inner's FQN."""
 
     __slots__ = (
-        "class_name", "fqn", "fqn_number", "hooks", "is_compiled", "ref", "root", "wanted", "wraps",
+        "class_name", "class_number", "fqn", "fqn_number", "hooks", "is_compiled", "ref", "root", "wanted", "wraps",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module, root: int, fqn: str, wraps: bool) -> None:
@@ -46,7 +46,7 @@ class ModuleName:
         self.is_compiled = wraps and type(module).__name__ == "OptimizedModule"
         self.class_name = type(unwrapped(module) if self.is_compiled else module).__name__
         self.hooks = id(module._forward_hooks)
-        self.fqn_number = -1
+        self.fqn_number = self.class_number = -1
         self.wanted = True
 
 

@@ -85,6 +85,11 @@ class Settings:
         return DETAILS.index(self.detail) >= DETAILS.index(detail)
 
     @functools.cached_property
+    def records_modules(self) -> bool:
+        """Whether calls of modules leave rows."""
+        return self.records("modules")
+
+    @functools.cached_property
     def records_state(self) -> bool:
         """Whether parameters and gradients leave rows: they hold nothing but summaries."""
         return self.records("params") and self.summary != "off"

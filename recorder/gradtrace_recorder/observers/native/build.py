@@ -29,9 +29,9 @@ NAME = "gradtrace_native"
 CACHE_VARIABLE = "GRADTRACE_NATIVE_CACHE"
 _SOURCES = ("summary.cpp", "journal.cpp", "journal_type.cpp", "observer.cpp")
 _HEADERS = (
-    "summary.h", "summary_tables.h", "summary_vectors.h", "summary_strides.h", "transposed.h",
-    "journal.h", "event_type.h", "packing.h", "python.h", "tensors.h", "clock.h", "settings.h", "gradients.h",
-    "others_hooks.h", "node_state.h", "pass.h", "hooks.h", "graph.h", "names.h", "sightings.h", "attaching.h", "pass_type.h",
+    "summary.h", "summary_tables.h", "summary_vectors.h", "summary_strides.h", "transposed.h", "journal.h",
+    "event_type.h", "packing.h", "python.h", "tensors.h", "clock.h", "settings.h", "gradients.h", "others_hooks.h",
+    "node_state.h", "pass.h", "hooks.h", "graph.h", "names.h", "sightings.h", "attaching.h", "pass_type.h",
 )  # fmt: skip
 # Contracted operations would give other bits on other processors; the vector code asks for them by name.
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-DNDEBUG")
