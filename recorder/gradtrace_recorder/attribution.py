@@ -17,6 +17,8 @@ from typing import Any
 
 from gradtrace_schemas.journal import NULL_INT32, NULL_STRING
 
+_get_ident = threading.get_ident
+
 # In `node.metadata` of a Node made on another thread than the first: whose recording this is, and the call.
 _TAG = "gradtrace_call"
 
@@ -109,12 +111,21 @@ class Attribution:
 
         None is code outside any module: it belongs to the Node that the thread is running, if any.
         """
-        ident = threading.get_ident()
+        ident = _get_ident()
         if self._running:
             running = self.mark_running()
             if frame is None and running is not None:
                 frame = running.frame
-        self._mark(ident, number, frame)
+        thread = self._threads.get(ident)
+        if (
+            thread is not None
+            and thread.numbers[-1] < number
+            and len(thread.numbers) < _MOST_BOUNDARIES
+        ):
+            thread.frames.append(frame)  # as `_mark` does
+            thread.numbers.append(number)
+        else:
+            self._mark(ident, number, frame)
 
     def lost(self, number: int) -> None:
         """The calls that the calling thread was in have ended unseen: who made the Nodes since its last boundary

@@ -35,7 +35,7 @@ class ModuleName:
     """A module's place: its root and its FQN there. `wraps` is true of a wrapper, which has its inner's FQN."""
 
     __slots__ = (
-        "class_name", "fqn", "fqn_number", "hooks", "is_compiled", "ref", "root", "wanted", "wraps",
+        "class_name", "class_number", "fqn", "fqn_number", "hooks", "is_compiled", "ref", "root", "wanted", "wraps",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module, root: int, fqn: str, wraps: bool) -> None:
@@ -46,7 +46,7 @@ class ModuleName:
         self.is_compiled = wraps and type(module).__name__ == "OptimizedModule"
         self.class_name = type(unwrapped(module) if self.is_compiled else module).__name__
         self.hooks = id(module._forward_hooks)
-        self.fqn_number = -1
+        self.fqn_number = self.class_number = -1
         self.wanted = True
 
 
@@ -84,6 +84,7 @@ class Names:
         self._by_hooks: dict[int, ModuleName] = {}
         self._roots: list[weakref.ref[nn.Module]] = []
         self._tensors: dict[int, _Place] = {}
+        self.places_given = 0  # how often a tensor got a place, or lost it
         self.is_settled = False
         self.device: str | None = None  # type of the first root's device, None for the CPU
         # Torch's own records of sharded parameters (FSDP2), which know the tensor that stands in for each.
@@ -177,6 +178,7 @@ class Names:
             ):
                 known = ParameterName(index, fqns[key][0], kind, tuple(fqns[key][1:]))
                 self._tensors[key] = _Place(module, own, known)
+                self.places_given += 1
             if known.root == index:
                 named.append((known, tensor))
         return named
@@ -223,6 +225,7 @@ class Names:
         self._modules = {k: name for k, name in self._modules.items() if name.ref() is not None}
         self._by_hooks = {name.hooks: name for name in self._modules.values()}
         self._tensors = {k: p for k, p in self._tensors.items() if p.module() is not None}
+        self.places_given += 1
 
     def _scan(self, root: nn.Module, index: int, parts: Container[int] = ()) -> None:
         for module, fqn in walk(root):

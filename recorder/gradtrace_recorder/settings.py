@@ -6,6 +6,7 @@ Standard library only: this is imported at the end of `import torch`, before any
 from __future__ import annotations
 
 import fnmatch
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -83,7 +84,12 @@ class Settings:
         """Whether tables of that detail are recorded."""
         return DETAILS.index(self.detail) >= DETAILS.index(detail)
 
-    @property
+    @functools.cached_property
+    def records_modules(self) -> bool:
+        """Whether calls of modules leave rows."""
+        return self.records("modules")
+
+    @functools.cached_property
     def records_state(self) -> bool:
         """Whether parameters and gradients leave rows: they hold nothing but summaries."""
         return self.records("params") and self.summary != "off"

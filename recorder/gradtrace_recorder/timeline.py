@@ -43,6 +43,7 @@ class Timeline:
         self.at_begin: list[Callable[[], None]] = []
         self.at_end: list[Callable[[], None]] = []
         self._steps = steps
+        self._is_every_step = not steps.slices
         self.zero_ns = zero_ns
         self._ended = False
         self._end_after_backward = False
@@ -58,7 +59,7 @@ class Timeline:
     @property
     def is_recorded(self) -> bool:
         """Whether this step's events are asked for."""
-        return not self.paused and self.step in self._steps
+        return not self.paused and (self._is_every_step or self.step in self._steps)
 
     @property
     def is_begun(self) -> bool:

@@ -9,8 +9,7 @@ import functools
 import itertools
 import resource
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -32,8 +31,7 @@ Culprit = tuple[int | None, int, int, int, int]
 GradientReady = Callable[[torch.Tensor, int], None]
 
 
-@dataclass(frozen=True)
-class EngineCall:
+class EngineCall(NamedTuple):
     """A call into the engine that is about to be watched.
 
     `create_graph` says that the pass makes Nodes, which belong to those that run.
@@ -57,16 +55,27 @@ class PythonObserver:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
 
-    def watch(self, recording: Recording, roots: Sequence[Any], call: EngineCall) -> PassWatch:
-        """Watch every Node that can be reached from `roots`, until the watch is closed."""
+    def watch(self, recording: Recording, outputs: Sequence[Any], call: EngineCall) -> PassWatch:
+        """Watch every Node that can be reached from what the engine is given, until the watch is closed."""
         watch = PassWatch(recording, self._guard, call)
+        roots = [node_of(output) for output in outputs]
+        if roots and roots[0] is not None:
+            watch.root_node_name = roots[0].name().rpartition("::")[2]
         if recording.settings.records("params"):
-            watch.attach(roots)
+            watch.attach([root for root in roots if root is not None])
         return watch
 
 
 class PassWatch:
     """One backward pass under watch: its Nodes' hooks, the order in which they ran, what is running."""
+
+    __slots__ = (
+        "_handles", "_hooked_leaves", "_replay", "_stand_ins", "accumulates", "append", "backward_index", "culprit",
+        "failed", "flight", "follows_half", "gradient_ready", "guard", "half", "half_done", "incoming", "indexes",
+        "may_begin_with_leaf", "microbatch", "node_count", "node_times", "ok", "outgoing", "phase", "pop_running",
+        "push_running", "recording", "root_node_name", "running", "stage_index", "step", "task", "totals",
+        "unattributed_count", "zero_ns",
+    )  # fmt: skip
 
     def __init__(self, recording: Recording, guard: Guard, call: EngineCall) -> None:
         timeline, journal = recording.timeline, recording.journal
@@ -96,6 +105,7 @@ class PassWatch:
         self.node_times = times if times.of_nodes else None
         self.push_running = journal.push_running
         self.pop_running = journal.pop_running
+        self.root_node_name: str | None = None
         self.node_count = 0
         self.unattributed_count = 0
         self.indexes = itertools.count()
@@ -282,6 +292,15 @@ def _reachable(
                 seen.add(following)
                 waiting.append((following, number))
     return nodes, leaves
+
+
+def node_of(output: Any) -> Any:
+    """The Node that a tensor, or a GradientEdge, starts from, None for none."""
+    if not isinstance(output, torch.Tensor):
+        return getattr(output, "node", None)
+    if torch._C._functorch.is_functorch_wrapped_tensor(output):
+        return None
+    return output.grad_fn
 
 
 def nodes_numbered(number: int, name: str, roots: Sequence[Any]) -> list[Any]:

@@ -28,8 +28,8 @@ class Call:
     """A call that has been entered: what its exit needs to know. No module is kept, only its identity."""
 
     __slots__ = (
-        "began", "depth", "end_ns", "frame", "inputs", "last_hook", "microbatch", "module_id", "name", "phase",
-        "place", "place_before", "saw_inner", "start_ns",
+        "began", "depth", "end_ns", "frame", "inputs", "inside", "last_hook", "microbatch", "module_id", "name",
+        "phase", "place", "place_before", "saw_inner", "start_ns",
     )  # fmt: skip
 
     def __init__(self, module_id: int, name: ModuleName | None) -> None:
@@ -47,6 +47,7 @@ class Call:
         self.saw_inner = False
         self.place_before = NOWHERE
         self.place = NOWHERE[1:]
+        self.inside = NOWHERE  # the same as a place that the thread is in
 
     def forget(self) -> None:
         """Nobody will call the hook that waits on the module."""

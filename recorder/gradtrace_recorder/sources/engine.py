@@ -20,6 +20,7 @@ from gradtrace_recorder.observers.python import (
     EngineCall,
     PassWatch,
     PythonObserver,
+    node_of,
     nodes_numbered,
 )
 from gradtrace_recorder.observers.replay import RUNNING
@@ -40,6 +41,7 @@ from gradtrace_schemas.journal import (
     NULL_STRING,
 )
 
+_get_ident = threading.get_ident
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
 
@@ -125,12 +127,15 @@ class EngineSource:
             self._modules.forget_abandoned(recording)
             timeline.activity()
             recording.names.is_settled = True
-        index = timeline.totals.engine_calls
-        timeline.totals.engine_calls = index + 1
+        totals = timeline.totals
+        index = totals.engine_calls
+        totals.engine_calls = index + 1
         opened = _OpenPass(recording, index, timeline.microbatch, accumulates, top_level)
         action = recording.actions.current
-        opened.stage_index = None if action is None else action.stage_index
-        half = None if action is None else action.phase
+        half, follows_half = None, False
+        if action is not None:
+            opened.stage_index, half = action.stage_index, action.phase
+            follows_half = action.follows_half
         open_passes = self._local.open_passes
         if open_passes:
             opened.parent = open_passes[-1].index
@@ -141,40 +146,36 @@ class EngineSource:
         elif not top_level:
             opened.parent = self._index_of_task(torch._C._current_graph_task_id())
         self._open[index] = opened
-        if accumulates and top_level:
+        has_ddp = self._ddp.has_models
+        if has_ddp and accumulates and top_level:
             self._ddp.backward_begins(recording, index)
         if timeline.is_recorded:
-            if (accumulates or half == "weight") and top_level and recording.settings.records_state:
+            if top_level and (accumulates or half == "weight") and recording.settings.records_state:
                 self._record_carried(recording, index)
             outputs = _argument("tensors", 0, args, kwargs, ())
-            nodes = [_node_of(output) for output in outputs]
             first = outputs[0] if len(outputs) else None
             opened.loss = _scalar(first, recording)
             if recording.flight is not None:
                 recording.flight.saw_loss(opened.loss)
-            opened.root_node_name = _node_name(nodes[0]) if nodes and nodes[0] is not None else None
-            opened.watch = self._observer_of(recording).watch(
-                recording,
-                [node for node in nodes if node is not None],
-                EngineCall(
-                    backward_index=index,
-                    accumulates=accumulates,
-                    create_graph=bool(_argument("create_graph", 3, args, kwargs, False)),
-                    half=half,
-                    follows_half=action is not None and action.follows_half,
-                    stage_index=opened.stage_index,
-                    gradient_ready=self._ddp.gradient_ready if self._ddp.has_models else None,
-                ),
+            call = EngineCall(
+                index,
+                accumulates,
+                bool(_argument("create_graph", 3, args, kwargs, False)),
+                half,
+                follows_half,
+                opened.stage_index,
+                self._ddp.gradient_ready if has_ddp else None,
             )
+            opened.watch = self._observer_of(recording).watch(recording, outputs, call)
             opened.device_began = recording.device_times.begin(first)
         open_passes.append(opened)
-        thread = threading.get_ident()
+        thread = _get_ident()
         opened.place_before = recording.journal.place_of(thread)
-        opened.start_ns = timeline.now()
-        null = NULL_INT32
-        opened.place = (NULL_STRING, null, null, timeline.step, opened.microbatch, index)
-        recording.journal.move(thread, opened.start_ns, (IN_BACKWARD, *opened.place))
-        timeline.totals.recorder_ns += opened.start_ns - entered
+        place = (NULL_STRING, NULL_INT32, NULL_INT32, timeline.step, opened.microbatch, index)
+        opened.place = place
+        opened.start_ns = start = timeline.now()
+        recording.journal.move(thread, start, (IN_BACKWARD, *place))
+        totals.recorder_ns += start - entered
         return opened
 
     def _observer_of(self, recording: Recording) -> PythonObserver:
@@ -208,10 +209,10 @@ class EngineSource:
         after: Place = (AFTER_BACKWARD, *opened.place)
         place = before if before[0] in INSIDE else after
         opened.device_ns = recording.device_times.end(opened.device_began)
-        recording.journal.move(threading.get_ident(), end, place)
+        recording.journal.move(_get_ident(), end, place)
         watch = opened.watch
         failed = watch.close(failed=error is not None) if watch is not None else None
-        reduces = opened.accumulates and opened.top_level
+        reduces = opened.accumulates and opened.top_level and self._ddp.has_models
         ddp_sync = self._ddp.sync_of_pass() if reduces else None
         if reduces and timeline.is_recorded and recording.settings.records_state:
             self._ddp.backward_ended(
@@ -264,7 +265,7 @@ class EngineSource:
             opened.microbatch,
             opened.parent,
             "backward" if opened.accumulates else "grad",
-            opened.root_node_name,
+            watch.root_node_name,
             opened.loss,
             watch.node_count,
             watch.unattributed_count,
@@ -285,7 +286,7 @@ class EngineSource:
         if culprit.number < 0 or not recording.attribution.is_of_one_thread:
             return None  # sequence numbers of several threads do not compare
         name = recording.journal.texts[culprit.name]
-        nodes = nodes_numbered(culprit.number, name, [n for n in map(_node_of, outputs) if n])
+        nodes = nodes_numbered(culprit.number, name, [n for n in map(node_of, outputs) if n])
         if len(nodes) != 1:
             return None
         return recording.versions.change(nodes[0], culprit.number, culprit.frame, name, text)
@@ -324,6 +325,11 @@ def tell_at_first_backward(text: str) -> None:
 class _OpenPass:
     """A call into the engine that has not returned."""
 
+    __slots__ = (
+        "accumulates", "device_began", "device_ns", "index", "loss", "microbatch", "parent", "place", "place_before",
+        "recording", "stage_index", "start_ns", "top_level", "watch",
+    )  # fmt: skip
+
     def __init__(
         self,
         recording: Recording,
@@ -341,7 +347,6 @@ class _OpenPass:
         self.stage_index: int | None = None
         self.watch: PassWatch | None = None
         self.loss: float | None = None
-        self.root_node_name: str | None = None
         self.device_began: Moment | None = None
         self.device_ns = NULL_INT64
         self.start_ns = 0
@@ -355,15 +360,6 @@ def _argument(
     """An argument of `run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs,
     allow_unreachable, accumulate_grad)`. Source: torch/csrc/autograd/python_engine.cpp."""
     return args[place] if len(args) > place else kwargs.get(name, default)
-
-
-def _node_of(output: Any) -> Any:
-    """The Node that a tensor, or a GradientEdge, starts from; a leaf's is its AccumulateGrad."""
-    if not isinstance(output, torch.Tensor):
-        return getattr(output, "node", None)
-    if torch._C._functorch.is_functorch_wrapped_tensor(output):
-        return None
-    return output.grad_fn
 
 
 def _scalar(output: Any, recording: Recording) -> float | None:
@@ -382,10 +378,6 @@ def _scalar(output: Any, recording: Recording) -> float | None:
         with unseen():
             return float(output.detach())
     return None
-
-
-def _node_name(node: Any) -> str:
-    return str(node.name()).rsplit("::", 1)[-1]
 
 
 def _compiled_autograd() -> bool:

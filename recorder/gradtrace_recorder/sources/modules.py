@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import time
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from gradtrace_recorder.summaries.summariser import named_tensors, unasked
 from gradtrace_recorder.summaries.values import Packed
 from gradtrace_schemas.journal import AFTER_MODULE, IN_MODULE, NULL_INT32
 
+_clock = time.monotonic_ns
 _get_ident = threading.get_ident
 _get_sequence_nr = torch._C._autograd._get_sequence_nr
 _is_compiling = torch.compiler.is_compiling
@@ -85,7 +87,7 @@ class ModuleSource:
             return
         try:
             with unasked():
-                recording = self._gate.enter()
+                recording = self._gate.recording or self._gate.enter()
                 if recording is not None:
                     self._enter(recording, module, args)
         except Exception as error:
@@ -100,21 +102,22 @@ class ModuleSource:
         if recording is None:
             return
         try:
-            call = self._innermost(module)
+            stack = self._local.stack
+            call = self._innermost(stack, module)
             if call is None:
                 return
-            call.end_ns = recording.timeline.now()
+            call.end_ns = _clock() - recording.timeline.zero_ns
             if len(rest) == 2 and call.last_hook is not None:
                 return  # the module's own hooks come now, and may replace the output
             with unasked():
                 if len(rest) == 2:
-                    self._leave(recording, call, args, *rest)
-                    self._exit(recording, call, *rest)
+                    self._leave(recording, stack, call, args, *rest)
+                    self._exit(recording, stack, call, *rest)
                 else:
-                    self._leave(recording, call)
+                    self._leave(recording, stack, call)
                     if call.phase == self._phase(recording, "recompute"):
                         # Ended early: what the backward pass needs is there. Its time was taken all the same.
-                        self._exit(recording, call, {}, None)
+                        self._exit(recording, stack, call, {}, None)
         except Exception as error:
             self._guard.failed(error)
 
@@ -126,19 +129,22 @@ class ModuleSource:
         if not self._guard.is_open or recording is None:
             return
         try:
-            if call is self._innermost(module):
+            stack = self._local.stack
+            if call is self._innermost(stack, module):
                 with unasked():
-                    self._leave(recording, call, args, kwargs, output)
-                    self._exit(recording, call, kwargs, output)
+                    self._leave(recording, stack, call, args, kwargs, output)
+                    self._exit(recording, stack, call, kwargs, output)
         except Exception as error:
             self._guard.failed(error)
 
     def _enter(self, recording: Recording, module: nn.Module, args: tuple[Any, ...]) -> None:
         timeline = recording.timeline
-        entered = timeline.now()
-        local = self._local
-        self.forget_abandoned(recording, entering=True)
-        stack = local.stack
+        entered = _clock()
+        stack = self._local.stack
+        native = recording.native
+        # Asked here of the native library, which looks at one frame after the other: none of ours more than must be.
+        if stack and (native is None or not native.library.calls_run(2)):
+            self.forget_abandoned(recording, entering=True)
         if not stack and is_dry_run():
             return
         name = recording.names.module(module)
@@ -149,65 +155,71 @@ class ModuleSource:
             name = recording.names.adopt(module, around.root if around is not None else None)
         if name.fqn_number < 0:
             name.fqn_number = recording.journal.string(name.fqn)
+            name.class_number = recording.journal.string(name.class_name)
             name.wanted = recording.settings.wants_module(name.fqn)
         call = Call(id(module), name)
         grad_mode = torch.is_grad_enabled()
         root_call: RootCall | None = None
+        outer: Frame | None = None
         if stack:
-            around = stack[-1].name
+            last = stack[-1]
+            around = last.name
             is_inner = (
                 around is not None
                 and around.wraps
                 and (around.root, around.fqn) == (name.root, name.fqn)
             )
-            stack[-1].saw_inner |= is_inner
-            call.depth = stack[-1].depth + (not is_inner)
-            outer = stack[-1].frame
+            last.saw_inner |= is_inner
+            call.depth = last.depth + (not is_inner)
+            outer = last.frame
             root_call = outer.root_call if outer is not None else None
         else:
             root_call = self._enter_root(recording, module, name, grad_mode)
-        if not stack:
             call.place_before = recording.journal.place_of(_get_ident())
         if not timeline.is_recorded:
             stack.append(call)
-            self._move(recording, call, timeline.now(), NULL_INT32)
+            self._move(recording, call, name, timeline.now(), NULL_INT32)
             return
         in_backward = inside_backward()
         phase = "recompute" if in_backward else "forward" if grad_mode else "no_grad"
         call.microbatch = timeline.microbatch
         call.phase = self._phase(recording, phase)
-        index = self._call_index(recording, name, phase)
-        call.frame = Frame(
+        index = self._call_index(recording, name, call.phase)
+        call.frame = frame = Frame(
             name.root, name.fqn, name.fqn_number, index, root_call, name.wanted, timeline.step, call.microbatch,
-            call.phase, stack[-1].frame if stack else None,
+            call.phase, outer,
         )  # fmt: skip
         if grad_mode:
-            call.began = _get_sequence_nr()
-            recording.attribution.mark(call.began, call.frame)
-            recording.versions.went_in(call.began, call.frame, args)
+            call.began = began = _get_sequence_nr()
+            recording.attribution.mark(began, frame)
+            recording.versions.went_in(began, frame, args)
         if name.wraps and grad_mode:
             self._ddp.forward_begins(module)
         if not stack and not in_backward:
             self._record_inputs(recording, module, name, index, args)
-        if self._is_row(recording, name) or name.is_compiled:
-            call.inputs = recording.summariser.of_all(args)
+        summariser = recording.summariser
+        if not summariser.off and (self._is_row(recording, name) or name.is_compiled):
+            call.inputs = summariser.of_all(args)
         if module._forward_hooks:
             # A hook of the job's on the module may replace its output: see what the last of them leaves.
             hook = OwnHooksDone(self, call)
             call.last_hook = module.register_forward_hook(hook, with_kwargs=True)
         stack.append(call)
-        call.start_ns = timeline.now()
-        self._move(recording, call, call.start_ns, index)
-        timeline.totals.recorder_ns += call.start_ns - entered
+        now = _clock()
+        call.start_ns = start = now - timeline.zero_ns
+        self._move(recording, call, name, start, index)
+        timeline.totals.recorder_ns += now - entered
 
-    def _move(self, recording: Recording, call: Call, at_ns: int, call_index: int) -> None:
+    def _move(
+        self, recording: Recording, call: Call, name: ModuleName, at_ns: int, call_index: int
+    ) -> None:
         """The thread is in this call now."""
-        name, timeline = call.name, recording.timeline
-        assert name is not None
-        call.place = (
+        timeline = recording.timeline
+        call.place = place = (
             name.fqn_number, name.root, call_index, timeline.step, timeline.microbatch, NULL_INT32,
         )  # fmt: skip
-        recording.journal.move(_get_ident(), at_ns, (IN_MODULE, *call.place))
+        call.inside = inside = (IN_MODULE, *place)
+        recording.journal.move(_get_ident(), at_ns, inside)
 
     def forget_abandoned(self, recording: Recording, *, entering: bool = False) -> None:
         """An exception that no hook saw may have left calls behind: what was made since is nobody's.
@@ -220,9 +232,8 @@ class ModuleSource:
             recording.attribution.lost(_get_sequence_nr())
             recording.journal.move(_get_ident(), recording.timeline.now(), NOWHERE)
 
-    def _innermost(self, module: nn.Module) -> Call | None:
+    def _innermost(self, stack: list[Call], module: nn.Module) -> Call | None:
         """The innermost call of this module, None for one entered before we were attached."""
-        stack = self._local.stack
         if stack and stack[-1].module_id == id(module):
             return stack[-1]
         for call in reversed(stack):
@@ -230,24 +241,27 @@ class ModuleSource:
                 return call
         return None
 
-    def _leave(self, recording: Recording, call: Call, args: Any = (), *rest: Any) -> None:
+    def _leave(
+        self, recording: Recording, stack: list[Call], call: Call, args: Any = (), *rest: Any
+    ) -> None:
         """The call is over, and so is any inside it whose exit no hook saw. `rest` is its kwargs and output."""
-        stack = self._local.stack
         while True:
             left = stack.pop()
-            left.forget()
+            if left.last_hook is not None:
+                left.forget()
             if left is call:
                 break
-        before = call.place_before
-        place: Place = (AFTER_MODULE, *call.place)
+        place: Place
         if stack:
-            place = (IN_MODULE, *stack[-1].place)
-        elif before[0] in INSIDE:
-            place = before
+            place = stack[-1].inside
+        elif call.place_before[0] in INSIDE:
+            place = call.place_before
+        else:
+            place = (AFTER_MODULE, *call.place)
         recording.journal.move(_get_ident(), call.end_ns, place)
         if not rest:
             error, known = id(sys.exc_info()[1]), recording.left
-            inside: Place = (IN_MODULE, *call.place)
+            inside = call.inside
             if known is not None and known.error_id == error:
                 inside = known.inside
             recording.left = Left(error, inside, place)
@@ -261,26 +275,33 @@ class ModuleSource:
                 came, went = named_tensors([args, rest[0]]), named_tensors(rest[1])
                 attribution.tag((t for _, t in went), call.began, number, (t for _, t in came))
 
-    def _exit(self, recording: Recording, call: Call, kwargs: dict[str, Any], output: Any) -> None:
+    def _exit(
+        self,
+        recording: Recording,
+        stack: list[Call],
+        call: Call,
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
         timeline = recording.timeline
         end = call.end_ns
-        stack = self._local.stack
         frame, name = call.frame, call.name
         if frame is None or name is None:
             return
         if self._is_row(recording, name) or self._stands_alone(recording, call):
+            is_off = recording.summariser.off
             recording.rows.module_call(
                 call.microbatch,
                 name.root,
                 name.fqn_number,
                 call.phase,
                 frame.call_index,
-                recording.journal.string(name.class_name),
+                name.class_number,
                 call.depth,
                 call.start_ns,
                 end,
-                self._with_kwargs(recording, call.inputs, kwargs),
-                recording.summariser.of_all(output),
+                None if is_off else self._with_kwargs(recording, call.inputs, kwargs),
+                None if is_off else recording.summariser.of_all(output),
             )
         if not stack and not inside_backward():
             for key, tensor in named_tensors(kwargs):
@@ -290,7 +311,7 @@ class ModuleSource:
                 timeline.totals.forward_ns += end - call.start_ns
                 if not any(t.requires_grad for _, t in named_tensors(output)):
                     frame.root_call.used = True  # nothing that a backward pass could start from
-        timeline.totals.recorder_ns += timeline.now() - end
+        timeline.totals.recorder_ns += _clock() - timeline.zero_ns - end
 
     def _enter_root(
         self, recording: Recording, module: nn.Module, name: ModuleName, grad_mode: bool
@@ -343,19 +364,19 @@ class ModuleSource:
         if name is None or frame is None or not name.is_compiled or call.saw_inner:
             return False
         self._calls[call.microbatch, name.root, name.fqn, call.phase] = frame.call_index + 1
-        return name.wanted and recording.settings.records("modules")
+        return name.wanted and recording.settings.records_modules
 
     def _is_row(self, recording: Recording, name: ModuleName) -> bool:
-        return not name.wraps and name.wanted and recording.settings.records("modules")
+        return not name.wraps and name.wanted and recording.settings.records_modules
 
-    def _call_index(self, recording: Recording, name: ModuleName, phase: str) -> int:
+    def _call_index(self, recording: Recording, name: ModuleName, phase: int) -> int:
         timeline = recording.timeline
         # A schedule comes back to a microbatch that it has left.
         at = (timeline.step, None if timeline.microbatch_given else timeline.microbatch)
         if at != self._calls_at:
             self._calls_at = at
             self._calls.clear()
-        key = (timeline.microbatch, name.root, name.fqn, self._phase(recording, phase))
+        key = (timeline.microbatch, name.root, name.fqn, phase)
         index = self._calls.get(key, 0)
         if not name.wraps:  # a wrapper's call is the call of what it wraps
             self._calls[key] = index + 1

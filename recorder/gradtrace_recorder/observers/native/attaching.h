@@ -15,11 +15,31 @@ Attached& of(PyObject* self) {
   return *reinterpret_cast<PyPass*>(self)->own;
 }
 
-// walk(roots, beyond) -> count of Nodes. `beyond` is a set of numbers of Nodes that will not run, unless they are roots:
-// the walk ends there. None for none.
+// The Node that a tensor, or a GradientEdge, starts from, empty for none. Plain tensors are asked here, so that no
+// object of Python's is made for the Node; others by `node_of`. False with an exception set.
+bool root_of(PyObject* output, PyObject* node_of, NodePtr& root) {
+  static const c10::DispatchKeySet wrappers(
+      {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize,
+       c10::DispatchKey::Python});
+  if (THPVariable_CheckExact(output)) {
+    const at::Tensor& tensor = THPVariable_Unpack(output);
+    if (!tensor.key_set().has_any(wrappers)) {
+      root = tensor.grad_fn();
+      return true;
+    }
+  }
+  const Owned node(PyObject_CallOneArg(node_of, output));
+  if (node && node.get() != Py_None) {
+    root = pointer_to(node.get());
+  }
+  return static_cast<bool>(node);
+}
+
+// walk(outputs, node_of, string, beyond) -> (count of Nodes, name of the first output's Node or None). `beyond` is a set of
+// numbers of Nodes that will not run, unless they are roots: the walk ends there. None for none.
 PyObject* pass_walk(PyObject* self, PyObject* args) {
-  PyObject *roots, *beyond;
-  if (!PyArg_ParseTuple(args, "OO", &roots, &beyond)) {
+  PyObject *outputs, *node_of, *string, *beyond;
+  if (!PyArg_ParseTuple(args, "OOOO", &outputs, &node_of, &string, &beyond)) {
     return nullptr;
   }
   return guarded([&]() -> PyObject* {
@@ -30,23 +50,36 @@ PyObject* pass_walk(PyObject* self, PyObject* args) {
     }
     Buffers& graph = *own.buffers;
     graph.seen.clear();
-    const Owned sequence(PySequence_Fast(roots, "the roots are a sequence"));
+    const Owned sequence(PySequence_Fast(outputs, "the outputs are a sequence"));
     if (!sequence) {
       return nullptr;
     }
-    std::vector<Node*> first;
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.get()); ++i) {
-      const NodePtr node = pointer_to(PySequence_Fast_GET_ITEM(sequence.get(), i));
-      if (node && graph.seen.insert(node.get())) {
-        graph.waiting.push_back({0, node.get(), 0});
-        first.push_back(node.get());
+    const Py_ssize_t given = PySequence_Fast_GET_SIZE(sequence.get());
+    graph.roots.resize(given);
+    for (Py_ssize_t i = 0; i < given; ++i) {
+      if (!root_of(PySequence_Fast_GET_ITEM(sequence.get(), i), node_of, graph.roots[i])) {
+        return nullptr;
+      }
+      if (graph.roots[i] && graph.seen.insert(graph.roots[i].get())) {
+        graph.waiting.push_back({0, &graph.roots[i], 0});
       }
     }
+    Owned name(Py_NewRef(Py_None));
+    if (given && graph.roots.front()) {
+      name = text_of(*own.pass->settings, *graph.roots.front(), string);
+      if (!name) {
+        return nullptr;
+      }
+    }
+    const auto is_root = [&](const Node* node) {
+      return std::any_of(graph.roots.begin(), graph.roots.end(), [&](const NodePtr& one) { return one.get() == node; });
+    };
     while (!graph.waiting.empty()) {
       Found found = graph.waiting.back();
       graph.waiting.pop_back();
-      found.number = found.node->sequence_nr();
-      if (beyond != Py_None && std::find(first.begin(), first.end(), found.node) == first.end()) {
+      const Node& node = *found.node();
+      found.number = node.sequence_nr();
+      if (beyond != Py_None && !is_root(&node)) {
         const Owned key(PyLong_FromUnsignedLongLong(found.number));
         const int is_beyond = key ? PySet_Contains(beyond, key.get()) : -1;
         if (is_beyond < 0) {
@@ -56,22 +89,23 @@ PyObject* pass_walk(PyObject* self, PyObject* args) {
           continue;
         }
       }
-      if (found.number == kNoSequenceNumber && is_leaf(*found.node)) {
+      if (found.number == kNoSequenceNumber && is_leaf(node)) {
         graph.leaves.push_back(found);
         continue;
       }
       graph.nodes.push_back(found);
-      for (const auto& edge : found.node->next_edges()) {
-        Node* following = edge.function.get();
-        if (following && graph.seen.insert(following)) {
-          graph.waiting.push_back({0, following, found.number});
+      for (const auto& edge : node.next_edges()) {
+        if (edge.function && graph.seen.insert(edge.function.get())) {
+          graph.waiting.push_back({0, &edge.function, found.number});
         }
       }
     }
     const size_t count = graph.nodes.size() + graph.leaves.size();
     own.pass->reserve(count);
+    own.holds = static_cast<int64_t>(2 * count);
+    own.pass->hold(own.holds);
     graph.hooked.reserve(count);
-    return PyLong_FromSize_t(count);
+    return Py_BuildValue("(nO)", static_cast<Py_ssize_t>(count), name.get());
   });
 }
 
@@ -86,7 +120,7 @@ PyObject* pass_is_apart_from(PyObject* self, PyObject* other) {
     const Attached& outer = of(other);
     NodePtr running;
     for (size_t at = 0; outer.buffers && at < outer.buffers->hooked.size(); ++at) {
-      const NodeState& state = outer.pass->state(at); // a Node is hooked as its state is made
+      const NodeState& state = *outer.buffers->hooked[at].state;
       if (state.index.load() < 0) {
         continue;
       }
@@ -99,12 +133,48 @@ PyObject* pass_is_apart_from(PyObject* self, PyObject* other) {
   });
 }
 
+// By number, and of one number in the order in which they were found. Numbers follow on each other, mostly.
+void sort_by_number(Buffers& graph) {
+  auto& nodes = graph.nodes;
+  uint64_t least = kNoSequenceNumber, most = 0;
+  for (const Found& found : nodes) {
+    least = std::min(least, found.number);
+    most = std::max(most, found.number);
+  }
+  if (!nodes.empty() && most - least < 4 * nodes.size()) {
+    graph.places.assign(most - least + 1, 0);
+    bool is_alone = true;
+    for (size_t at = 0; at < nodes.size(); ++at) {
+      uint32_t& place = graph.places[nodes[at].number - least];
+      is_alone = is_alone && place == 0;
+      place = static_cast<uint32_t>(at + 1);
+    }
+    if (is_alone) {
+      graph.sorted.clear();
+      for (const uint32_t place : graph.places) {
+        if (place) {
+          graph.sorted.push_back(nodes[place - 1]);
+        }
+      }
+      nodes.swap(graph.sorted);
+      return;
+    }
+  }
+  std::stable_sort(nodes.begin(), nodes.end(), [](const Found& a, const Found& b) { return a.number < b.number; });
+}
+
 // The boundaries between calls, as `Attribution` has them, followed upwards from a number on.
 class Boundaries {
  public:
   Boundaries(PyObject* numbers, PyObject* frames, uint64_t first)
       : numbers_(numbers), frames_(frames), count_(std::min(PyList_GET_SIZE(numbers), PyList_GET_SIZE(frames))) {
-    Py_ssize_t high = count_;
+    // The newest are asked for, mostly.
+    Py_ssize_t high = count_, step = 16;
+    while (high > 0 && number(std::max<Py_ssize_t>(high - step, 0)) > first) {
+      high = std::max<Py_ssize_t>(high - step, 0);
+      step *= 2;
+    }
+    at_ = std::max<Py_ssize_t>(high - step, 0);
     while (at_ < high) {
       const Py_ssize_t middle = (at_ + high) / 2;
       number(middle) <= first ? at_ = middle + 1 : high = middle;
@@ -158,8 +228,7 @@ PyObject* pass_attach(PyObject* self, PyObject* args) {
     Attached& own = of(self);
     Buffers& graph = *own.buffers;
     Pass& pass = *own.pass;
-    std::stable_sort(
-        graph.nodes.begin(), graph.nodes.end(), [](const Found& a, const Found& b) { return a.number < b.number; });
+    sort_by_number(graph);
     Boundaries boundaries(numbers, frames, graph.nodes.empty() ? 0 : graph.nodes.front().number);
     graph.calls.emplace_back(); // of no module
     size_t call_at = 0;
@@ -185,7 +254,7 @@ PyObject* pass_attach(PyObject* self, PyObject* args) {
       }
       Call& call = graph.calls[call_at];
       NodeName name;
-      if (!name_of(*pass.settings, *found.node, string, name)) {
+      if (!name_of(*pass.settings, *found.node(), string, name)) {
         return nullptr;
       }
       const uint32_t occurrence = occurrence_of(call, name.number);
@@ -203,7 +272,7 @@ PyObject* pass_attach(PyObject* self, PyObject* args) {
       if (name.is_python || makes_graph) {
         state.maker = std::make_unique<Maker>(name.is_python);
       }
-      hook(own, *found.node, state);
+      hook(own, *found.pointer, state);
     }
     if (PyErr_Occurred()) {
       return nullptr;
@@ -211,36 +280,40 @@ PyObject* pass_attach(PyObject* self, PyObject* args) {
     // Where some modules are not wanted, their Nodes may come first.
     pass.may_begin_with_leaf = only_named != 0 || graph.nodes.empty();
     graph.nodes.clear();
+    graph.leaves.clear();
+    graph.roots.clear();
     return Py_BuildValue(
         "(nO)", unattributed, pass.may_begin_with_leaf.load() ? Py_True : Py_False);
   });
 }
 
-// attach_leaves(places, leaf, name, is_off) -> [(which, variable, number of a Node that leads there)] of those that are
+// attach_leaves(places, given, leaf, name, is_off) -> [(which, variable, number of a Node that leads there)] of those that are
 // left to Python. `places` is None where all are.
 PyObject* pass_attach_leaves(PyObject* self, PyObject* args) {
   PyObject *places, *leaf;
+  long long given;
   unsigned int name;
   int is_off;
-  if (!PyArg_ParseTuple(args, "OOIp", &places, &leaf, &name, &is_off)) {
+  if (!PyArg_ParseTuple(args, "OLOIp", &places, &given, &leaf, &name, &is_off)) {
     return nullptr;
   }
   return guarded([&]() -> PyObject* {
     Attached& own = of(self);
     Owned left(PyList_New(0));
     for (size_t which = 0; left && which < own.buffers->leaves.size(); ++which) {
-      auto& node = *static_cast<AccumulateGrad*>(own.buffers->leaves[which].node);
+      const NodePtr& pointer = *own.buffers->leaves[which].pointer;
+      const auto& node = static_cast<const AccumulateGrad&>(*pointer);
       const Owned variable(THPVariable_Wrap(node.variable));
       const bool has_local = !is_off && node.variable.requires_grad();
       const LeafNames* names = nullptr;
       if (variable && places != Py_None && !(has_local && has_hooks(node))) {
-        names = names_of(*own.pass->settings, variable.get(), places, leaf);
+        names = names_of(*own.pass->settings, variable.get(), places, given, leaf);
         if (PyErr_Occurred()) {
           return nullptr;
         }
       }
       if (names) {
-        hook_leaf(own, node, name, *names, has_local);
+        hook_leaf(own, pointer, name, *names, has_local);
         continue;
       }
       const Owned entry(
@@ -267,8 +340,8 @@ PyObject* pass_attach_leaf(PyObject* self, PyObject* args) {
   }
   return guarded([&]() -> PyObject* {
     Attached& own = of(self);
-    auto& leaf = *static_cast<AccumulateGrad*>(own.buffers->leaves.at(which).node);
-    if (has_local && has_hooks(leaf)) {
+    const NodePtr& leaf = *own.buffers->leaves.at(which).pointer;
+    if (has_local && has_hooks(static_cast<const AccumulateGrad&>(*leaf))) {
       Py_RETURN_FALSE;
     }
     if (names.frame == Py_None) {
@@ -283,7 +356,7 @@ PyObject* pass_attach_leaf(PyObject* self, PyObject* args) {
 PyObject* pass_leaf(PyObject* self, PyObject* which) {
   const Py_ssize_t at = PyLong_AsSsize_t(which);
   return guarded([&]() -> PyObject* {
-    return torch::autograd::functionToPyObject(of(self).buffers->leaves.at(at).node->getptr());
+    return torch::autograd::functionToPyObject(*of(self).buffers->leaves.at(at).pointer);
   });
 }
 

@@ -16,6 +16,16 @@ struct Remembered {
   Packed packed;
 };
 
+// A gradient, and where it lies if it is a plain one; or none.
+struct Read {
+  const at::Tensor* tensor = nullptr;
+  Kind kind = Kind::f32;
+  const void* data = nullptr; // says the kind too, so it comes after it
+
+  Read() = default;
+  explicit Read(const at::Tensor& gradient) : tensor(&gradient), data(readable(gradient, kind)) {}
+};
+
 // Any thread may call it.
 class Gradients {
  public:
@@ -28,16 +38,35 @@ class Gradients {
 
   // The summary of a gradient, used again for the same tensor (which a weak reference proves) at the same version.
   Packed of(const at::Tensor& gradient, Shape* shape) {
-    Kind kind;
-    const void* data = readable(gradient, kind);
-    if (!data) {
+    return of(Read(gradient), shape);
+  }
+
+  Packed of(const Read& read, Shape* shape) {
+    const at::Tensor& gradient = *read.tensor;
+    if (!read.data) {
       const Foreign given = foreign(gradient);
       if (shape) {
         *shape = given.shape;
       }
       return given.packed;
     }
-    return of_readable(gradient, kind, data, shape);
+    if (shape) {
+      *shape = shape_of(gradient);
+    }
+    if (gradient.is_inference()) {
+      return packed(gradient, read.kind, read.data);
+    }
+    const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
+    {
+      const std::lock_guard<Lock> held(lock_);
+      const Remembered* known = find(impl);
+      if (known && known->version == impl->version_counter().current_version()) {
+        return known->packed;
+      }
+    }
+    const Packed made = packed(gradient, read.kind, read.data);
+    remember(gradient, made);
+    return made;
   }
 
   // One for all that are there.
@@ -53,19 +82,17 @@ class Gradients {
     return combined(parts);
   }
 
-  // That of a gradient that leaves: the one of a gradient that came in, where both are the same memory. Both are alive.
-  Packed handed_on(
-      const at::Tensor& gradient, const variable_list& incoming, const Few<Packed>& came, Shape* shape) {
-    Kind kind;
-    const void* data = readable(gradient, kind);
-    if (!data) {
-      return of(gradient, shape);
-    }
-    if (gradient.numel() && !gradient.is_inference()) {
+  // That of a gradient that leaves: the one of a gradient that came in, where both are the same memory. All are alive.
+  Packed handed_on(const at::Tensor& gradient, const Few<Read>& incoming, const Few<Packed>& came, Shape* shape) {
+    const Read read(gradient);
+    if (read.data && gradient.numel() && !gradient.is_inference()) {
       for (size_t at = 0; at < incoming.size(); ++at) {
-        const at::Tensor& one = incoming[at];
-        if (one.defined() && !one.is_same(gradient) && !one.is_inference() &&
-            is_same_memory(gradient, kind, data, one) && one._version() == gradient._version()) {
+        if (incoming[at].data != read.data || incoming[at].kind != read.kind) {
+          continue;
+        }
+        const at::Tensor& one = *incoming[at].tensor;
+        if (!one.is_same(gradient) && !one.is_inference() && has_same_elements(gradient, one) &&
+            one._version() == gradient._version()) {
           remember(gradient, came[at]);
           if (shape) {
             *shape = shape_of(gradient);
@@ -74,7 +101,7 @@ class Gradients {
         }
       }
     }
-    return of_readable(gradient, kind, data, shape);
+    return of(read, shape);
   }
 
   void remember(const at::Tensor& gradient, const Packed& packed) {
@@ -117,7 +144,8 @@ class Gradients {
 
  private:
   // A gradient has two places; whoever needs one that is taken has it, and the other is computed once more if it comes.
-  static constexpr size_t kPlaces = 256;
+  // Most come again soon, and few places stay in the nearest cache.
+  static constexpr size_t kPlaces = 64;
 
   const std::shared_ptr<Settings> settings_;
   Lock lock_; // of what follows
@@ -125,7 +153,7 @@ class Gradients {
   std::bitset<kPlaces> is_used_;
 
   static size_t place_of(const c10::TensorImpl* impl) {
-    return (reinterpret_cast<uintptr_t>(impl) >> 4) * 0x9E3779B97F4A7C15 >> 56;
+    return (reinterpret_cast<uintptr_t>(impl) >> 4) * 0x9E3779B97F4A7C15 >> 58;
   }
 
   const Remembered* find(const c10::TensorImpl* impl) const {
@@ -136,26 +164,6 @@ class Gradients {
       }
     }
     return nullptr;
-  }
-
-  Packed of_readable(const at::Tensor& gradient, Kind kind, const void* data, Shape* shape) {
-    if (shape) {
-      *shape = shape_of(gradient);
-    }
-    if (gradient.is_inference()) {
-      return packed(gradient, kind, data);
-    }
-    const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
-    {
-      const std::lock_guard<Lock> held(lock_);
-      const Remembered* known = find(impl);
-      if (known && known->version == impl->version_counter().current_version()) {
-        return known->packed;
-      }
-    }
-    const Packed made = packed(gradient, kind, data);
-    remember(gradient, made);
-    return made;
   }
 
   Packed packed(const at::Tensor& tensor, Kind kind, const void* data) const {

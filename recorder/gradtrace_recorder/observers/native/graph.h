@@ -4,7 +4,7 @@
 // without a lock.
 #pragma once
 
-#include "pass.h"
+#include "hooks.h"
 #include "python.h"
 
 namespace gradtrace {
@@ -72,14 +72,17 @@ class Seen {
 
 struct Hooked {
   WeakNode node;
-  const void* before;
-  const void* after;
+  NodeState* state;
 };
 
 struct Found {
   uint64_t number;
-  Node* node;
-  uint64_t used_by; // the number of a Node that leads there
+  const NodePtr* pointer; // where what leads there holds it
+  uint64_t used_by;       // the number of a Node that leads there
+
+  Node* node() const {
+    return pointer->get();
+  }
 };
 
 // What one call of a module means to its Nodes.
@@ -94,13 +97,17 @@ struct Call {
 // What a pass needs besides itself; the next pass has it when this one is over.
 struct Buffers {
   Seen seen;
-  std::vector<Found> waiting, nodes, leaves; // between `walk` and `attach`, while the caller holds the roots
+  // Between `walk` and `attach`, while the caller holds the roots.
+  std::vector<NodePtr> roots;
+  std::vector<Found> waiting, nodes, leaves, sorted;
+  std::vector<uint32_t> places; // in `nodes`, by number
   std::vector<Hooked> hooked;
   std::vector<PyObject*> frames;
   std::vector<Call> calls;
   std::unordered_map<PyObject*, size_t> call_of; // place in `calls`, by the frame
 
   void clear() {
+    roots.clear();
     waiting.clear();
     nodes.clear();
     leaves.clear();
@@ -112,6 +119,14 @@ struct Buffers {
 
 Settings::Settings() = default;
 
+void Settings::forget_places() {
+  for (const auto& [variable, place] : leaf_places) {
+    Py_DECREF(place.module);
+    Py_DECREF(place.own);
+  }
+  leaf_places.clear();
+}
+
 Settings::~Settings() {
   // The last pass may go on any thread: with the engine's, when a graph ends.
   if (Py_IsInitialized()) {
@@ -119,9 +134,13 @@ Settings::~Settings() {
     Py_XDECREF(foreign);
     Py_XDECREF(begins);
     Py_XDECREF(ends);
+    forget_places();
     for (const auto& [named, names] : leaves) {
       Py_DECREF(named);
       Py_DECREF(names.frame);
+    }
+    for (const auto& [type, name] : node_names) {
+      Py_XDECREF(name.text);
     }
     PyGILState_Release(gil);
   }
@@ -130,6 +149,7 @@ Settings::~Settings() {
 // What the Python object owns. Its hold on the pass is given back when it goes.
 struct Attached {
   Pass* pass = nullptr;
+  int64_t holds = 0; // on the pass, for hooks that are not yet, or no more, on a Node
   std::unique_ptr<Buffers> buffers;
 };
 
@@ -147,21 +167,26 @@ void let_go_of_frames(Attached& own) {
   }
 }
 
+// Whether a Node had that hook, which is on it no more. It has nothing to destroy.
+template <class Hooks>
+bool is_taken(Hooks& hooks, const void* wanted) {
+  for (auto at = hooks.end(); at != hooks.begin();) {
+    if ((--at)->get() == wanted) {
+      (void)at->release();
+      hooks.erase(at);
+      return true;
+    }
+  }
+  return false;
+}
+
 // Takes the hooks off their Nodes. With the GIL, while no pass runs.
 void take_off(Attached& own) {
   for (Hooked& hooked : own.buffers->hooked) {
-    const NodePtr node = hooked.node.lock();
-    if (!node) {
-      continue;
+    if (const NodePtr node = hooked.node.lock()) {
+      own.holds += is_taken(node->pre_hooks(), hooked.state->before);
+      own.holds += is_taken(node->post_hooks(), hooked.state->after);
     }
-    auto& before = node->pre_hooks();
-    before.erase(
-        std::remove_if(before.begin(), before.end(), [&](const auto& h) { return h.get() == hooked.before; }),
-        before.end());
-    auto& after = node->post_hooks();
-    after.erase(
-        std::remove_if(after.begin(), after.end(), [&](const auto& h) { return h.get() == hooked.after; }),
-        after.end());
   }
   own.buffers->hooked.clear();
 }
@@ -173,14 +198,16 @@ void end(Attached& own) {
     own.buffers->clear();
     own.pass->settings->buffers = std::move(own.buffers);
   }
+  own.pass->let_go(std::exchange(own.holds, 0));
 }
 
-void hook(Attached& own, Node& node, NodeState& state) {
-  auto& before = node.pre_hooks();
-  auto& after = node.post_hooks();
-  own.buffers->hooked.push_back({weakly(node.getptr()), state.before.bytes, state.after.bytes});
-  before.emplace_back(made_in<Before>(state.before, *own.pass, state));
-  after.emplace_back(made_in<After>(state.after, *own.pass, state));
+void hook(Attached& own, const NodePtr& node, NodeState& state) {
+  state.pass = own.pass;
+  own.buffers->hooked.push_back({weakly(node), &state});
+  node->pre_hooks().emplace_back(::new (static_cast<void*>(state.before)) Before(state));
+  --own.holds;
+  node->post_hooks().emplace_back(::new (static_cast<void*>(state.after)) After(state));
+  --own.holds;
 }
 
 } // namespace

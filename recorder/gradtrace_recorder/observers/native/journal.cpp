@@ -1,6 +1,5 @@
 #include "journal.h"
 
-#include <pthread.h>
 #include <sched.h>
 #include <time.h>
 
@@ -11,18 +10,7 @@
 
 namespace gradtrace {
 
-bool Lock::try_lock() {
-  const uintptr_t mine = static_cast<uintptr_t>(pthread_self());
-  uintptr_t owner = 0;
-  if (owner_.load(std::memory_order_relaxed) != mine &&
-      !owner_.compare_exchange_strong(owner, mine, std::memory_order_acquire)) {
-    return false;
-  }
-  ++depth_;
-  return true;
-}
-
-void Lock::lock() {
+void Lock::wait() {
   for (int tries = 0; !try_lock(); ++tries) {
     if (tries < 100) {
       sched_yield();
@@ -55,12 +43,12 @@ bool Event::is_set() {
   return set_;
 }
 
-bool Journal::append(int kind, int32_t step, char* record) {
+bool Journal::append(int kind, int32_t step, const char* record) {
   const std::lock_guard<Lock> held(lock);
   return put_record(kind, step, record);
 }
 
-void Journal::append_lasting(int kind, int32_t step, char* record) {
+void Journal::append_lasting(int kind, int32_t step, const char* record) {
   const std::lock_guard<Lock> held(lock);
   if (put_record(kind, step, record) && ring.is_kept) {
     ring.lasting.push_back({written, kind, {record, record + layout.record_bytes}});
@@ -122,33 +110,46 @@ void Journal::carry(int64_t last, int32_t step) {
   }
 }
 
-void Journal::expect_records() const {
+void Journal::expect_record(const char* place) const {
   constexpr int64_t ahead = 3;
   if (written + ahead < limit) {
-    const char* at = map + layout.records_offset + ((written + ahead) % places) * layout.record_bytes;
+    const int64_t all = places * layout.record_bytes;
+    int64_t at = place - map - layout.records_offset + ahead * layout.record_bytes;
+    at += layout.records_offset - (at < all ? 0 : all);
     for (int64_t line = 0; line < layout.record_bytes; line += 64) {
-      __builtin_prefetch(at + line, 1);
+      __builtin_prefetch(map + at + line, 1);
     }
   }
 }
 
-bool Journal::put_record(int kind, int32_t step, char* record) {
-  if (written >= limit && !found_room()) {
-    drop(kind, step);
+bool Journal::put_record(int kind, int32_t step, const char* record) {
+  char* place = place_for(kind, step);
+  if (!place) {
     return false;
   }
-  const int64_t number = ++written;
-  const int64_t offset = layout.records_offset + ((number - 1) % places) * layout.record_bytes;
-  std::memcpy(record + layout.record_bytes - 8, &number, 8);
-  std::memcpy(map + offset + 8, record + 8, layout.record_bytes - 8);
-  store(offset, number);
+  std::memcpy(place + 8, record + 8, layout.record_bytes - 16);
+  put_numbers(kind, place);
+  return true;
+}
+
+char* Journal::place_for(int kind, int32_t step) {
+  if (written >= limit && !found_room()) {
+    drop(kind, step);
+    return nullptr;
+  }
+  return map + layout.records_offset + (written++ % places) * layout.record_bytes;
+}
+
+void Journal::put_numbers(int kind, char* place) {
+  const int64_t number = written;
+  std::memcpy(place + layout.record_bytes - 8, &number, 8);
+  __atomic_store_n(reinterpret_cast<int64_t*>(place), number, __ATOMIC_RELEASE);
   ++counts[kind];
-  expect_records();
+  expect_record(place);
   if (number == next_half) {
     next_half += half_records;
     half_is_full->set();
   }
-  return true;
 }
 
 void Journal::drop(int kind, int32_t step) {
@@ -235,12 +236,6 @@ void Journal::pop_entry(int64_t thread) {
   if (depth < layout.thread_depth) {
     store(layout.running_offset + slot * layout.thread_bytes + 8, depth);
   }
-}
-
-void Journal::finish(int64_t thread, int kind, int32_t step, char* record) {
-  const std::lock_guard<Lock> held(lock);
-  pop_entry(thread);
-  put_record(kind, step, record);
 }
 
 void Journal::forget(char* elsewhere) {

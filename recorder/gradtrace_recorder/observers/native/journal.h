@@ -8,6 +8,7 @@
 #include "ring.h"
 
 #include <Python.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -49,8 +50,21 @@ class Event {
 // was written under it. Whoever finds it taken tries again, soon and then less often.
 class Lock {
  public:
-  bool try_lock();
-  void lock();
+  bool try_lock() {
+    const uintptr_t mine = static_cast<uintptr_t>(pthread_self());
+    uintptr_t owner = 0;
+    if (owner_.load(std::memory_order_relaxed) != mine &&
+        !owner_.compare_exchange_strong(owner, mine, std::memory_order_acquire)) {
+      return false;
+    }
+    ++depth_;
+    return true;
+  }
+  void lock() {
+    if (!try_lock()) {
+      wait();
+    }
+  }
   void unlock() {
     if (--depth_ == 0) {
       owner_.store(0, std::memory_order_release);
@@ -60,6 +74,8 @@ class Lock {
  private:
   std::atomic<uintptr_t> owner_{0};
   int depth_ = 0; // the owner's
+
+  void wait(); // and take it
 };
 
 struct Layout {
@@ -88,9 +104,9 @@ class Journal {
   char* map = nullptr;
 
   // `record` has all but its two numbers; any thread, with or without the GIL. Whether there was room.
-  bool append(int kind, int32_t step, char* record);
+  bool append(int kind, int32_t step, const char* record);
   // The same for a record that a ring keeps when its step is let go of.
-  void append_lasting(int kind, int32_t step, char* record);
+  void append_lasting(int kind, int32_t step, const char* record);
   void drop(int kind, int32_t step);
   // Parts hold all records up to `last`: their half is free again, of a ring each place.
   void mark_drained(int64_t last);
@@ -105,10 +121,22 @@ class Journal {
   }
   void push(int64_t thread, const RunningEntry& entry);
   void pop(int64_t thread);
-  // What the thread noted last has ended, and this is its record.
-  void finish(int64_t thread, int kind, int32_t step, char* record);
-  // A record that comes soon: its memory has been out of every cache for long.
-  void expect_records() const;
+  // A record that `fill` writes where it lies: all but its two numbers. It must not throw.
+  template <class F>
+  void write(int kind, int32_t step, F fill) {
+    const std::lock_guard<Lock> held(lock);
+    if (char* place = place_for(kind, step)) {
+      fill(place);
+      put_numbers(kind, place);
+    }
+  }
+  // The same of what the thread noted last, which has ended.
+  template <class F>
+  void finish(int64_t thread, int kind, int32_t step, F fill) {
+    const std::lock_guard<Lock> held(lock);
+    pop_entry(thread);
+    write(kind, step, fill);
+  }
   // The slot of a thread, -1 where there is none left. Under the lock.
   int slot_of(int64_t thread);
   int known_slot(int64_t thread) const;
@@ -121,11 +149,15 @@ class Journal {
   int slot_count = 0;
 
  private:
-  bool put_record(int kind, int32_t step, char* record); // under the lock
-  void pop_entry(int64_t thread);                        // the same
-  bool found_room();                                     // the same
-  void free_up_to(int64_t last);                         // the same
-  void carry(int64_t last, int32_t step);                // the same
+  bool put_record(int kind, int32_t step, const char* record); // under the lock
+  char* place_for(int kind, int32_t step);                     // the same; null where there is none
+  void put_numbers(int kind, char* place);                     // the same: the record in its place is whole
+  // The record that comes soon after that one: its memory has been out of every cache for long.
+  void expect_record(const char* place) const;
+  void pop_entry(int64_t thread);        // the same
+  bool found_room();                     // the same
+  void free_up_to(int64_t last);         // the same
+  void carry(int64_t last, int32_t step); // the same
   void store(int64_t offset, int64_t value) {
     __atomic_store_n(reinterpret_cast<int64_t*>(map + offset), value, __ATOMIC_RELEASE);
   }

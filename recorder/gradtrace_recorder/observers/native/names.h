@@ -40,8 +40,16 @@ bool is_python_node(const std::type_info& type) {
   return std::strcmp(name + (*name == '*'), "N5torch8autograd6PyNodeE") == 0;
 }
 
-// A Node's name: by its type, as it is the class's, but for Functions defined in Python. False with an exception set.
-bool name_of(Settings& settings, const Node& node, PyObject* string, NodeName& name) {
+Owned text_of(const Node& node) {
+  const std::string whole = node.name();
+  const size_t colons = whole.rfind("::");
+  const size_t begin = colons == std::string::npos ? 0 : colons + 2;
+  return Owned(PyUnicode_DecodeUTF8(whole.data() + begin, whole.size() - begin, "replace"));
+}
+
+// A Node's name: by its type, as it is the class's, but for Functions defined in Python, whose text the caller owns.
+// False with an exception set.
+bool new_name(Settings& settings, const Node& node, PyObject* string, NodeName& name) {
   const std::type_info* type = &typeid(node);
   const auto known = settings.node_names.find(type);
   if (known != settings.node_names.end()) {
@@ -49,29 +57,56 @@ bool name_of(Settings& settings, const Node& node, PyObject* string, NodeName& n
     return true;
   }
   name.is_python = is_python_node(*type);
-  const std::string whole = node.name();
-  const size_t colons = whole.rfind("::");
-  const size_t begin = colons == std::string::npos ? 0 : colons + 2;
-  const Owned text(PyUnicode_DecodeUTF8(whole.data() + begin, whole.size() - begin, "replace"));
+  const Owned text = text_of(node);
   const Owned given(text ? PyObject_CallOneArg(string, text.get()) : nullptr);
   if (!given) {
     return false;
   }
   name.number = static_cast<uint32_t>(PyLong_AsUnsignedLong(given.get()));
+  if (PyErr_Occurred()) {
+    return false;
+  }
   if (!name.is_python) {
+    name.text = Py_NewRef(text.get());
     settings.node_names.emplace(type, name);
   }
-  return !PyErr_Occurred();
+  return true;
 }
 
-void hook_leaf(Attached& own, AccumulateGrad& leaf, uint32_t name, const LeafNames& names, bool has_local) {
+bool name_of(Settings& settings, const Node& node, PyObject* string, NodeName& name) {
+  const std::type_info* type = &typeid(node);
+  auto& [of, recent] = settings.recent_names[(reinterpret_cast<uintptr_t>(type) >> 4) % std::size(settings.recent_names)];
+  if (of == type) {
+    name = recent;
+    return true;
+  }
+  if (!new_name(settings, node, string, name)) {
+    return false;
+  }
+  if (!name.is_python) {
+    of = type;
+    recent = name;
+  }
+  return true;
+}
+
+// The same as a text. Empty with an exception set.
+Owned text_of(Settings& settings, const Node& node, PyObject* string) {
+  NodeName name;
+  if (!name_of(settings, node, string, name)) {
+    return Owned(nullptr);
+  }
+  return name.text ? Owned(Py_NewRef(name.text)) : text_of(node);
+}
+
+void hook_leaf(Attached& own, const NodePtr& leaf, uint32_t name, const LeafNames& names, bool has_local) {
   NodeState& state = own.pass->add_state();
   state.name = name;
   state.root = names.root;
   state.module_fqn = names.holder;
   state.parameter_fqn = names.parameter;
   state.has_local = has_local;
-  state.leaf = &leaf;
+  state.leaf = static_cast<AccumulateGrad*>(leaf.get());
   if (names.frame) {
     state.frame = Py_NewRef(names.frame);
     own.buffers->frames.push_back(state.frame);
@@ -79,16 +114,20 @@ void hook_leaf(Attached& own, AccumulateGrad& leaf, uint32_t name, const LeafNam
   hook(own, leaf, state);
 }
 
-// What names this parameter's Node: the same as `Names.tensor` of gradtrace_recorder/naming.py finds, with its checks,
-// in a tenth of the time. Null where that does not apply (then Python is asked), or with an exception set.
-const LeafNames* names_of(Settings& settings, PyObject* variable, PyObject* places, PyObject* leaf) {
+// Where `Names` (gradtrace_recorder/naming.py) says that a tensor is held, and what its Node is called; it has proved
+// nothing yet. Null where that is not known, or with an exception set.
+const LeafPlace* place_of(Settings& settings, PyObject* variable, PyObject* places, PyObject* leaf) {
+  const auto found = settings.leaf_places.find(variable);
+  if (found != settings.leaf_places.end()) {
+    return &found->second;
+  }
   const Owned key(PyLong_FromVoidPtr(variable));
   PyObject* place = key ? PyDict_GetItemWithError(places, key.get()) : nullptr; // borrowed
   if (!place) {
     return nullptr;
   }
-  const Owned reference = of_module.of(place), named = of_name.of(place), own = of_own.of(place);
-  if (!reference || !named || !own) {
+  const Owned module = of_module.of(place), named = of_name.of(place), own = of_own.of(place);
+  if (!module || !named || !own) {
     return nullptr;
   }
   auto known = settings.leaves.find(named.get());
@@ -105,15 +144,27 @@ const LeafNames* names_of(Settings& settings, PyObject* variable, PyObject* plac
     Py_INCREF(names.frame);
     known = settings.leaves.emplace(named.get(), names).first;
   }
-  const Owned module = target_of(reference.get());
+  const LeafPlace made = {Py_NewRef(module.get()), Py_NewRef(own.get()), &known->second};
+  return &settings.leaf_places.emplace(variable, made).first->second;
+}
+
+// What names this parameter's Node: the same as `Names.tensor` finds, with its checks, in a tenth of the time. Null where
+// that does not apply (then Python is asked), or with an exception set. `given` is how often names were given so far.
+const LeafNames* names_of(Settings& settings, PyObject* variable, PyObject* places, long long given, PyObject* leaf) {
+  if (given != settings.places_given) {
+    settings.forget_places();
+    settings.places_given = given;
+  }
+  const LeafPlace* place = place_of(settings, variable, places, leaf);
+  const Owned module = place ? target_of(place->module) : Owned(nullptr);
   if (!module) {
     return nullptr;
   }
-  const Owned held = (known->second.is_parameter ? of_parameters : of_buffers).of(module.get());
-  if (!held || !PyDict_Check(held.get()) || PyDict_GetItemWithError(held.get(), own.get()) != variable) {
+  const Owned held = (place->names->is_parameter ? of_parameters : of_buffers).of_instance(module.get());
+  if (!held || !PyDict_Check(held.get()) || PyDict_GetItemWithError(held.get(), place->own) != variable) {
     return nullptr;
   }
-  return &known->second;
+  return place->names;
 }
 
 } // namespace

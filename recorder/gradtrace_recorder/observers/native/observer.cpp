@@ -8,23 +8,39 @@ namespace {
 PyTypeObject* journal_type = nullptr;
 PyTypeObject* pass_type = nullptr;
 
-// Settings(journal, zero_ns, kinds, fields: dict, summary: str, names: tuple of 6, foreign, (begins, ends))
+// A record of Python's, and its kind.
+bool record_of(PyObject* bytes, int64_t length, Record& record, int& kind) {
+  if (!PyBytes_Check(bytes) || PyBytes_GET_SIZE(bytes) != length || length > static_cast<int64_t>(record.size())) {
+    PyErr_SetString(PyExc_ValueError, "a record is so many bytes");
+    return false;
+  }
+  uint16_t number;
+  std::memcpy(record.data(), PyBytes_AS_STRING(bytes), length);
+  std::memcpy(&number, record.data() + 8, sizeof number);
+  kind = number;
+  return true;
+}
+
+// Settings(journal, zero_ns, records of a Node, a tensor and a gradient, fields: dict, summary: str, names: tuple of 6,
+// foreign, (begins, ends))
 PyObject* settings_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *journal, *fields, *names, *foreign, *begins, *ends;
+  PyObject *journal, *node, *tensor, *gradient, *fields, *names, *foreign, *begins, *ends;
   long long zero_ns;
-  int node_kind, tensor_kind, gradient_kind;
   const char* summary;
   if (!PyArg_ParseTuple(
-          args, "O!L(iii)O!sO!O(OO)", journal_type, &journal, &zero_ns, &node_kind, &tensor_kind, &gradient_kind,
-          &PyDict_Type, &fields, &summary, &PyTuple_Type, &names, &foreign, &begins, &ends)) {
+          args, "O!L(OOO)O!sO!O(OO)", journal_type, &journal, &zero_ns, &node, &tensor, &gradient, &PyDict_Type,
+          &fields, &summary, &PyTuple_Type, &names, &foreign, &begins, &ends)) {
     return nullptr;
   }
   auto settings = std::make_shared<Settings>();
   settings->journal = *reinterpret_cast<PyJournal*>(journal)->core;
   settings->zero_ns = zero_ns;
-  settings->node_kind = node_kind;
-  settings->tensor_kind = tensor_kind;
-  settings->gradient_kind = gradient_kind;
+  const int64_t length = settings->journal->layout.record_bytes;
+  if (!record_of(node, length, settings->node, settings->node_kind) ||
+      !record_of(tensor, length, settings->tensor, settings->tensor_kind) ||
+      !record_of(gradient, length, settings->gradient, settings->gradient_kind)) {
+    return nullptr;
+  }
   settings->is_off = std::strcmp(summary, "off") == 0;
   settings->is_whole = std::strcmp(summary, "full") == 0;
   Fields& f = settings->fields;
@@ -32,6 +48,11 @@ PyObject* settings_new(PyTypeObject* type, PyObject* args, PyObject*) {
     const char* name;
     int64_t* place;
   } wanted[] = {
+      {"step", &f.step},
+      {"microbatch", &f.microbatch},
+      {"backward_index", &f.backward_index},
+      {"phase", &f.phase},
+      {"stage_index", &f.stage_index},
       {"event_index", &f.event_index},
       {"autograd_seq", &f.autograd_seq},
       {"node_name", &f.node_name},

@@ -26,10 +26,10 @@ from gradtrace_recorder.observers.python import (
     EngineCall,
     PassWatch,
     PythonObserver,
+    node_of,
 )
 from gradtrace_recorder.observers.release import release_waiting
 from gradtrace_recorder.recording import Recording
-from gradtrace_recorder.rows import NODE_EVENTS
 from gradtrace_recorder.summaries.device.backends import BACKENDS
 from gradtrace_recorder.summaries.summariser import Summariser, shape_fields, unasked
 from gradtrace_recorder.summaries.values import NOTHING, as_bytes
@@ -47,8 +47,6 @@ from gradtrace_schemas.journal import (
 )
 
 _SHAPE = struct.Struct(f"<B{MAX_DIMENSIONS}q")
-_HEAD = struct.Struct("<Hiii")
-_PHASE = struct.Struct("<Ii")
 # Then the engine has threads of its own, which run Nodes of any pass.
 _HAS_DEVICES = hasattr(torch, "accelerator") and torch.accelerator.is_available()
 # A leaf's names: root, its module's and its own as numbers of strings, the frame that stands for its module.
@@ -73,23 +71,28 @@ class NativeObserver(PythonObserver):
         self._open = open_passes
         self._waiting: list[Any] = []
         self._of: tuple[Recording, _Shared] | None = None
+        self._records_nodes = False
 
-    def watch(self, recording: Recording, roots: Sequence[Any], call: EngineCall) -> PassWatch:
-        """Watch every Node that can be reached from `roots`: in C++ where that can be."""
-        native = recording.native
-        assert native is not None
-        reason = self._why_python(recording, roots, call)
-        outer = self._outer(recording, call) if reason is None else []
-        if outer is not None and reason is None:
-            if not outer:
-                self.release_waiting()
-            if self._of is None or self._of[0] is not recording:
-                self._of = (recording, _Shared(recording, native))
-            watch = NativePassWatch(self, self._of[1], recording, self._guard, call, outer)
-            if watch.attach_apart(roots):
-                return watch
-        native.python_passes[reason or "inside or beside another pass"] += 1
-        return super().watch(recording, roots, call)
+    def watch(self, recording: Recording, outputs: Sequence[Any], call: EngineCall) -> PassWatch:
+        """Watch every Node that can be reached from what the engine is given: in C++ where that can be."""
+        if self._of is None or self._of[0] is not recording:
+            native = recording.native
+            assert native is not None
+            self._of = (recording, _Shared(recording, native))
+            self._records_nodes = recording.settings.records("nodes")
+        shared = self._of[1]
+        reason = self._why_python(recording, outputs)
+        if reason is None:
+            outer = self._outer(recording, call)
+            if outer is not None:
+                if self._waiting and not outer:
+                    self.release_waiting()
+                watch = NativePassWatch(self, shared, recording, self._guard, call, outer)
+                if watch.attach_apart(outputs):
+                    return watch
+            reason = "inside or beside another pass"
+        shared.native.python_passes[reason] += 1
+        return super().watch(recording, outputs, call)
 
     def let_go(self, watched: Any, outer: Sequence[PassWatch]) -> None:
         """Take the hooks off, or wait with that while another pass runs than those that this one ran inside: the engine
@@ -107,9 +110,11 @@ class NativeObserver(PythonObserver):
         for watched in waiting:
             watched.release()
 
-    def _outer(self, recording: Recording, call: EngineCall) -> list[NativePassWatch] | None:
+    def _outer(self, recording: Recording, call: EngineCall) -> Sequence[NativePassWatch] | None:
         """The passes that this one runs inside. None where others run, or where threads of a device may run Nodes
         of these meanwhile."""
+        if len(self._open) == 1:
+            return ()  # the pass itself
         found: list[NativePassWatch] = []
         thread = threading.get_ident()
         for index, opened in list(self._open.items()):
@@ -123,14 +128,12 @@ class NativeObserver(PythonObserver):
             found.append(watch)
         return None if found and _HAS_DEVICES else found
 
-    def _why_python(
-        self, recording: Recording, roots: Sequence[Any], call: EngineCall
-    ) -> str | None:
+    def _why_python(self, recording: Recording, outputs: Sequence[Any]) -> str | None:
         """Why this pass is left to Python, None where it is not."""
-        if not recording.settings.records("nodes"):
+        if not self._records_nodes:
             return "Nodes are not recorded"
         summariser = recording.summariser
-        if summariser.uses_devices or (not summariser.off and any(map(_begins_on_device, roots))):
+        if summariser.uses_devices or (not summariser.off and any(map(_begins_on_device, outputs))):
             return "summaries are made on a device"
         if recording.device_times.of_nodes:
             return "Nodes are timed on a device"
@@ -139,9 +142,13 @@ class NativeObserver(PythonObserver):
         return None
 
 
-def _begins_on_device(root: Any) -> bool:
-    """Whether what comes into a root of a graph lies on a device, of which no tensor may have been summarised yet."""
-    return any(about.device.type in BACKENDS for about in getattr(root, "_input_metadata", ()))
+def _begins_on_device(output: Any) -> bool:
+    """Whether what a graph ends with lies on a device, of which no tensor may have been summarised yet."""
+    if isinstance(output, torch.Tensor):
+        return output.device.type in BACKENDS
+    return any(
+        about.device.type in BACKENDS for about in getattr(node_of(output), "_input_metadata", ())
+    )
 
 
 class _Shared:
@@ -153,45 +160,33 @@ class _Shared:
         self.native = native
         self.accumulate = journal.string("AccumulateGrad")
         self._recording = recording
-        self._summary = recording.settings.summary
         string = journal.string
         names = tuple(string(n) for n in ("float64", "float32", "float16", "bfloat16"))
-        self._settings = native.library.Settings(
-            journal.core,
-            recording.timeline.zero_ns,
-            (NODE_EVENTS, KINDS["node_tensors"], KINDS["gradients"]),
-            _offsets(),
-            self._summary,
-            (*names, string("grad_output"), string("grad_input")),
-            _foreign(recording.summariser),
-            _makers(recording.attribution),
-        )
         nothing = as_bytes(NOTHING)
         null = (NULL_BOOL, NULL_BOOL, NULL_FLOAT)
-        self._node = _record(
+        node = _record(
             "node_events",
             device_ns=NULL_INT64, outcome=string("ok"), grad_output_mutated=null[0], replay_equal=null[1],
             replay_error=null[2],
             grad_output_summary=nothing, grad_input_summary=nothing,
         )  # fmt: skip
-        self._tensor = _record("node_tensors", summary=nothing)
-        self._gradient = _record("gradients", point=string("local"), summary=nothing)
-        node = record_dtype(TABLES["node_events"]).fields
-        assert node is not None and node["stage_index"][1] == node["phase"][1] + 4
-        self._phase_at = node["phase"][1]
+        tensor = _record("node_tensors", summary=nothing)
+        gradient = _record("gradients", point=string("local"), summary=nothing)
+        self._settings = native.library.Settings(
+            journal.core,
+            recording.timeline.zero_ns,
+            (node, tensor, gradient),
+            _offsets(),
+            recording.settings.summary,
+            (*names, string("grad_output"), string("grad_input")),
+            _foreign(recording.summariser),
+            _makers(recording.attribution),
+        )
 
     def begin(self, watch: NativePassWatch) -> Any:
         """The library's half of a pass."""
-        head = (watch.step, watch.microbatch, watch.backward_index)
-        _HEAD.pack_into(self._node, 8, NODE_EVENTS, *head)
-        _PHASE.pack_into(self._node, self._phase_at, watch.phase, watch.stage_index)
-        tensor = gradient = None
-        if self._summary != "off":
-            _HEAD.pack_into(self._tensor, 8, KINDS["node_tensors"], *head)
-            _HEAD.pack_into(self._gradient, 8, KINDS["gradients"], *head)
-            tensor, gradient = bytes(self._tensor), bytes(self._gradient)
         return self.native.library.Pass(
-            self._settings, bytes(self._node), tensor, gradient, *head, watch.phase, watch.stage_index
+            self._settings, watch.step, watch.microbatch, watch.backward_index, watch.phase, watch.stage_index
         )  # fmt: skip
 
     def leaf(self, named: ParameterName) -> _Leaf:
@@ -234,6 +229,16 @@ def _makers(
 class NativePassWatch(PassWatch):
     """One backward pass, watched in C++; what is left to Python shares its counters."""
 
+    __slots__ = (
+        "_is_released",
+        "_makes_graph",
+        "_native",
+        "_observer",
+        "_outer",
+        "_shared",
+        "began_on",
+    )
+
     def __init__(
         self,
         observer: NativeObserver,
@@ -254,15 +259,20 @@ class NativePassWatch(PassWatch):
         self._is_released = False
         self._makes_graph = call.create_graph
 
-    def attach_apart(self, roots: Sequence[Any]) -> bool:
+    def attach_apart(self, outputs: Sequence[Any]) -> bool:
         """Attach, unless one of the passes that this one runs inside may be reading hooks that would be changed: it is
         not known which Node that runs, or it is one of this pass too."""
-        done = self.half_done if self.follows_half and len(set(roots)) == 1 else None
-        self.node_count = self._native.walk(roots, done or None)
+        release_waiting()
+        done = None
+        if self.follows_half and len({node for node in map(node_of, outputs) if node}) == 1:
+            done = self.half_done or None
+        self.node_count, self.root_node_name = self._native.walk(
+            outputs, node_of, self.recording.journal.string, done
+        )
         if not all(self._native.is_apart_from(outer._native) for outer in self._outer):
             self.close(failed=False)
             return False
-        self.attach(roots)
+        self.attach(outputs)
         return True
 
     @property
@@ -278,7 +288,7 @@ class NativePassWatch(PassWatch):
 
     def close(self, *, failed: bool) -> Culprit:
         """Let go of all Nodes. Gives the one that was running when the pass failed; its row is written now."""
-        running = self._native.close()
+        running, own_ns, late_hooks, error = self._native.close()
         if self.half == "input" and self.half_done is not None:
             self.half_done.update(self._native.ended())
         for (
@@ -305,35 +315,35 @@ class NativePassWatch(PassWatch):
         if not self._is_released:
             self._is_released = True
             self._observer.let_go(self._native, self._outer)
-            self.totals.recorder_ns += self._native.own_ns
-            if self._native.late_hooks:
+            self.totals.recorder_ns += own_ns
+            if late_hooks:
                 reason = "a hook on a parameter came while the pass ran"
-                self.recording.summariser.unsummarised[reason] += self._native.late_hooks
-            if self._native.error is not None:
-                self.guard.failed(HookFailed(self._native.error))
+                self.recording.summariser.unsummarised[reason] += late_hooks
+            if error is not None:
+                self.guard.failed(HookFailed(error))
         return culprit
 
     def _attach(self, roots: Sequence[Any]) -> None:
-        recording, native = self.recording, self._native
-        release_waiting()
-        self._stand_ins = recording.names.stand_ins()
+        """`roots` are what the engine is given."""
+        recording, native, shared = self.recording, self._native, self._shared
+        names = recording.names
+        if names.sharded:
+            self._stand_ins = names.stand_ins()
+        only_named = bool(recording.settings.modules)
         if self.accumulates:  # autograd.grad never runs them
-            all_left = self.gradient_ready is not None or recording.settings.modules
-            shared = self._shared
-            left = native.attach_leaves(
-                None if all_left else recording.names.places,
-                shared.leaf,
-                shared.accumulate,
-                recording.summariser.off,
-            )
-            for which, variable, used_by in left:
+            all_left = only_named or self.gradient_ready is not None
+            places = None if all_left else names.places
+            for which, variable, used_by in native.attach_leaves(
+                places, names.places_given, shared.leaf, shared.accumulate, recording.summariser.off
+            ):
                 self._attach_native_leaf(which, variable, used_by)
         recording.attribution.mark_running()
-        numbers, frames, first_known, unknown = recording.attribution.boundaries()
         self.unattributed_count, self.may_begin_with_leaf = native.attach(
-            numbers, frames, first_known, unknown, recording.journal.string, bool(recording.settings.modules),
+            *recording.attribution.boundaries(),
+            recording.journal.string,
+            only_named,
             self._makes_graph,
-        )  # fmt: skip
+        )
 
     def _attach_native_leaf(self, which: int, variable: torch.Tensor, used_by: int) -> None:
         recording, native = self.recording, self._native
@@ -360,22 +370,23 @@ class NativePassWatch(PassWatch):
             self._shared.native.python_nodes[reason] += 1
 
 
-def _record(table: str, **fields: Any) -> bytearray:
-    """A record of the table with these fields, and zeros elsewhere."""
+def _record(table: str, **fields: Any) -> bytes:
+    """A record of the table with its kind and these fields, and zeros elsewhere."""
     import numpy as np
 
     dtype = record_dtype(TABLES[table])
     record = np.zeros((), dtype)
+    record["record_kind"] = KINDS[table]
     for name, value in fields.items():
         if isinstance(value, bytes):
             record[name] = np.frombuffer(value, dtype[name])[0]
         else:
             record[name] = value
-    return bytearray(record.tobytes().ljust(RECORD_BYTES, b"\0"))
+    return record.tobytes().ljust(RECORD_BYTES, b"\0")
 
 
 def _offsets() -> dict[str, int]:
-    """Where the fields lie that hooks fill in."""
+    """Where the fields lie that passes and hooks fill in."""
     offsets: dict[str, int] = {}
     for table, prefix in (
         ("node_events", ""), ("node_tensors", "node_tensors."), ("gradients", "gradients."),

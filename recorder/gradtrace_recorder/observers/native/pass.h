@@ -5,64 +5,50 @@
 // Node that may make others.
 #pragma once
 
-#include "makers.h"
+#include "node_state.h"
 #include "others_hooks.h"
 
 namespace gradtrace {
 namespace {
 
-class Pass;
-
-// Where a hook lies: in its Node's state. The hook that a Node deletes gives back its hold on the pass, no memory.
-struct HookPlace {
-  Pass* pass = nullptr;
-  alignas(16) unsigned char bytes[16] = {};
-};
-
-// One Node in one pass: what is noted when it begins, and names it in its row.
-struct NodeState {
-  uint32_t name = 0, module_fqn = kNullString, parameter_fqn = kNullString;
-  int32_t root = kNullInt32, call_index = kNullInt32;
-  uint32_t occurrence = 0;
-  int64_t number = kNullInt64;
-  bool has_local = false, has_ended = false;
-  std::atomic<int32_t> index{-1};
-  int64_t start = 0, thread = 0;
-  uint64_t own_ticks = 0;
-  HookPlace before, after;
-  AccumulateGrad* leaf = nullptr; // whose hook this state belongs to
-  PyObject* frame = nullptr;      // borrowed: the pass owns it
-  std::unique_ptr<Maker> maker;   // of a Node that may make others
-  // Of each gradient that came in: how many sizes (-1: there was none, -2: they cannot be told), dtype, sizes.
-  c10::SmallVector<int64_t, 8> came_in;
-};
-
 // Held by the Python object and by every hook that is still on a Node: the last of them ends it.
 class Pass {
  public:
   const std::shared_ptr<Settings> settings;
-  std::vector<char> node_record, tensor_record, gradient_record; // with all that is the same for every Node
-  RunningEntry running = {};
+  const RunningEntry running;
   std::atomic<int> task{-1};
   std::atomic<int32_t> next_index{0};
   std::atomic<bool> is_open{true};
   std::atomic<bool> may_begin_with_leaf{false};
   std::atomic<int64_t> late_hooks{0};
-  const uint64_t began_ticks = ticks();
-  const int64_t began_ns = now();
+  const int64_t thread = this_thread(); // that began it, and runs its Nodes but for those on a device
+  const BothClocks began = both_clocks();
   size_t state_count = 0;
   Gradients gradients;
 
-  explicit Pass(std::shared_ptr<Settings> shared) : settings(std::move(shared)), gradients(settings) {}
+  // `about` has what is the same for every Node.
+  Pass(std::shared_ptr<Settings> shared, const RunningEntry& about)
+      : settings(std::move(shared)),
+        running(about),
+        gradients(settings),
+        node_(of_this_pass(settings->node)),
+        clock_(began, settings->tick_length.learn(began)) {
+    put(node_.data(), settings->fields.phase, running.phase);
+    put(node_.data(), settings->fields.stage_index, running.stage_index);
+    if (!settings->is_off) {
+      tensor_ = of_this_pass(settings->tensor);
+      gradient_ = of_this_pass(settings->gradient);
+    }
+  }
   Pass(const Pass&) = delete;
   Pass& operator=(const Pass&) = delete;
 
-  void hold() noexcept {
-    holders_.fetch_add(1, std::memory_order_relaxed);
+  void hold(int64_t times) noexcept {
+    holders_.fetch_add(times, std::memory_order_relaxed);
   }
 
-  void let_go() noexcept {
-    if (holders_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+  void let_go(int64_t times = 1) noexcept {
+    if (times && holders_.fetch_sub(times, std::memory_order_acq_rel) == times) {
       delete this;
     }
   }
@@ -80,12 +66,9 @@ class Pass {
     return states_[at];
   }
 
+  // What the hooks took. When no hook runs any more.
   uint64_t own_ticks() const {
-    uint64_t own = 0;
-    for (size_t i = 0; i < state_count; ++i) {
-      own += states_[i].own_ticks;
-    }
-    return own;
+    return own_ticks_ + others_ticks_.load(std::memory_order_relaxed);
   }
 
   std::string error() const {
@@ -104,17 +87,13 @@ class Pass {
       if (!is_of_this_pass(current, state)) {
         return;
       }
-      state.came_in.clear();
-      for (const at::Tensor& gradient : incoming) {
-        note(state, gradient);
-      }
+      state.thread = this_thread();
+      const bool is_own = state.thread == thread;
+      note(state, is_own, incoming);
       if (state.maker) {
         before_making(state, incoming);
       }
       const int32_t index = next_index.fetch_add(1, std::memory_order_relaxed);
-      state.thread = this_thread();
-      state.start = now() - settings->zero_ns;
-      state.index.store(index, std::memory_order_release);
       RunningEntry entry = running;
       entry.node_name = state.name;
       entry.module_fqn = state.module_fqn;
@@ -123,9 +102,12 @@ class Pass {
       entry.event_index = index;
       entry.parameter_fqn = state.parameter_fqn;
       entry.autograd_seq = state.number;
-      entry.start_ns = state.start;
+      // As late as can be: what follows, a few stores, is the only work of ours that the Node's time holds.
+      const uint64_t started = ticks();
+      add_ticks(is_own, started - entered);
+      entry.start_ns = state.start = time_of(started, is_own) - settings->zero_ns;
+      state.index.store(index, std::memory_order_release);
       settings->journal->push(state.thread, entry);
-      state.own_ticks += ticks() - entered;
     } catch (const python_error&) {
       throw; // the job's
     } catch (const std::exception& failure) {
@@ -148,15 +130,17 @@ class Pass {
       if (torch::autograd::get_current_graph_task_id() != task.load(std::memory_order_relaxed)) {
         return;
       }
-      const int64_t end = now() - settings->zero_ns;
-      const uint64_t entered = ticks();
+      const uint64_t ended = ticks();
+      const bool is_own = state.thread == thread;
+      const int64_t end = time_of(ended, is_own) - settings->zero_ns;
       state.index.store(-1, std::memory_order_release);
       state.has_ended = true;
       if (state.maker) {
         end_making(*settings, *state.maker);
       }
+      forget_came_in(state);
       record(state, index, end, outgoing, incoming);
-      state.own_ticks += ticks() - entered;
+      add_ticks(is_own, ticks() - ended);
     } catch (const python_error&) {
       settings->journal->pop(state.thread);
       throw; // the job's
@@ -171,13 +155,21 @@ class Pass {
 
  private:
   std::atomic<int64_t> holders_{1};
+  Record node_, tensor_, gradient_; // with all that is the same for every Node
   NodeState* states_ = nullptr;
   size_t bytes_ = 0;
+  // Of the pass's own thread: its clock, what its hooks took, and of the Node that it runs what came in.
+  PassClock clock_;
+  uint64_t own_ticks_ = 0;
+  CameIn came_in_;
+  bool is_came_in_taken_ = false;
+  std::atomic<uint64_t> others_ticks_{0};
   mutable Lock lock_; // of what follows
   std::string error_;
 
   ~Pass() {
     for (size_t i = 0; i < state_count; ++i) {
+      forget_came_in(states_[i]);
       states_[i].~NodeState();
     }
     if (states_) {
@@ -207,19 +199,64 @@ class Pass {
     }
   }
 
-  static void note(NodeState& state, const at::Tensor& gradient) {
-    auto& came_in = state.came_in;
-    if (!gradient.defined()) {
-      came_in.push_back(-1);
-      return;
+  Record of_this_pass(const Record& record) const {
+    Record own = record;
+    put(own.data(), settings->fields.step, running.step);
+    put(own.data(), settings->fields.microbatch, running.microbatch);
+    put(own.data(), settings->fields.backward_index, running.backward_index);
+    return own;
+  }
+
+  // All of a record but its two numbers.
+  void begin_row(char* row, const Record& record) const {
+    std::memcpy(row + 8, record.data() + 8, settings->journal->layout.record_bytes - 16);
+  }
+
+  int64_t time_of(uint64_t moment, bool is_own) {
+    return is_own ? clock_.at(moment) : now();
+  }
+
+  void add_ticks(bool is_own, uint64_t took) {
+    if (is_own) {
+      own_ticks_ += took;
+    } else {
+      others_ticks_.fetch_add(took, std::memory_order_relaxed);
     }
-    const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
-    const bool has_sizes = !impl->has_symbolic_sizes_strides() && !impl->is_nested();
-    came_in.push_back(has_sizes ? gradient.dim() : -2);
-    came_in.push_back(static_cast<int64_t>(gradient.scalar_type()));
-    if (has_sizes) {
-      came_in.append(gradient.sizes().begin(), gradient.sizes().end());
+  }
+
+  // A thread runs one Node of a pass at a time, but where a pass nested in it runs others of this one meanwhile.
+  void note(NodeState& state, bool is_own, const variable_list& incoming) {
+    if (!state.came_in) {
+      if (is_own && !is_came_in_taken_) {
+        is_came_in_taken_ = true;
+        state.came_in = &came_in_;
+      } else {
+        state.came_in = new CameIn();
+      }
     }
+    CameIn& came_in = *state.came_in;
+    came_in.clear();
+    for (const at::Tensor& gradient : incoming) {
+      if (!gradient.defined()) {
+        came_in.push_back(-1);
+        continue;
+      }
+      const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
+      const bool has_sizes = !impl->has_symbolic_sizes_strides() && !impl->is_nested();
+      const c10::IntArrayRef sizes = has_sizes ? gradient.sizes() : c10::IntArrayRef();
+      came_in.push_back(has_sizes ? static_cast<int64_t>(sizes.size()) : -2);
+      came_in.push_back(static_cast<int64_t>(gradient.scalar_type()));
+      came_in.append(sizes.begin(), sizes.end());
+    }
+  }
+
+  void forget_came_in(NodeState& state) {
+    if (state.came_in == &came_in_) {
+      is_came_in_taken_ = false;
+    } else {
+      delete state.came_in;
+    }
+    state.came_in = nullptr;
   }
 
   // A Function may change what came in: it is summarised before, too.
@@ -233,52 +270,58 @@ class Pass {
   void record(
       NodeState& state, int32_t index, int64_t end, const variable_list& outgoing, const variable_list& incoming) {
     const Settings& of = *settings;
-    alignas(8) char row[2048];
-    std::memcpy(row, node_record.data(), node_record.size());
     const Fields& at = of.fields;
-    put(row, at.event_index, index);
-    put(row, at.autograd_seq, state.number);
-    put(row, at.node_name, state.name);
-    put(row, at.root, state.root);
-    put(row, at.module_fqn, state.module_fqn);
-    put(row, at.call_index, state.call_index);
-    put(row, at.occurrence, state.occurrence);
-    put(row, at.parameter_fqn, state.parameter_fqn);
-    put(row, at.thread, state.thread);
-    put(row, at.start_ns, state.start);
-    put(row, at.end_ns, end);
     const int32_t came = present(incoming), went = present(outgoing);
-    put(row, at.grad_output_count, came);
-    put(row, at.grad_input_count, went);
+    const auto fill = [&](char* row) {
+      begin_row(row, node_);
+      put(row, at.event_index, index);
+      put(row, at.autograd_seq, state.number);
+      put(row, at.node_name, state.name);
+      put(row, at.root, state.root);
+      put(row, at.module_fqn, state.module_fqn);
+      put(row, at.call_index, state.call_index);
+      put(row, at.occurrence, state.occurrence);
+      put(row, at.parameter_fqn, state.parameter_fqn);
+      put(row, at.thread, state.thread);
+      put(row, at.start_ns, state.start);
+      put(row, at.end_ns, end);
+      put(row, at.grad_output_count, came);
+      put(row, at.grad_input_count, went);
+    };
     if (of.is_off) {
-      of.journal->finish(state.thread, of.node_kind, running.step, row);
+      of.journal->finish(state.thread, of.node_kind, running.step, fill);
       return;
     }
     if (state.has_local) {
       record_local(state, incoming);
     }
+    Few<Read> read(incoming.size());
     Few<Packed> in(incoming.size()), out(outgoing.size());
     Few<Shape> in_shapes(incoming.size()), out_shapes(outgoing.size());
     Few<const Packed*> in_parts(incoming.size()), out_parts(outgoing.size());
     for (size_t i = 0; i < incoming.size(); ++i) {
       if (incoming[i].defined()) {
-        in[i] = gradients.of(incoming[i], &in_shapes[i]);
+        read[i] = Read(incoming[i]);
+        in[i] = gradients.of(read[i], &in_shapes[i]);
         in_parts[i] = &in[i];
       }
     }
     for (size_t i = 0; i < outgoing.size(); ++i) {
       if (outgoing[i].defined()) {
-        out[i] = gradients.handed_on(outgoing[i], incoming, in, &out_shapes[i]);
+        out[i] = gradients.handed_on(outgoing[i], read, in, &out_shapes[i]);
         out_parts[i] = &out[i];
       }
     }
-    const Packed all_in = combined(in_parts);
-    put(row, at.grad_output_summary, of.journal->seen(all_in));
-    if (state.maker && state.maker->is_python) {
-      put(row, at.grad_output_mutated, static_cast<uint8_t>(state.maker->before.fingerprint != all_in.fingerprint));
-    }
-    put(row, at.grad_input_summary, of.journal->seen(combined(out_parts)));
-    of.journal->finish(state.thread, of.node_kind, running.step, row);
+    const Packed all_in = of.journal->seen(combined(in_parts)), all_out = of.journal->seen(combined(out_parts));
+    const bool is_function = state.maker && state.maker->is_python;
+    of.journal->finish(state.thread, of.node_kind, running.step, [&](char* row) {
+      fill(row);
+      put(row, at.grad_output_summary, all_in);
+      put(row, at.grad_input_summary, all_out);
+      if (is_function) {
+        put(row, at.grad_output_mutated, static_cast<uint8_t>(state.maker->before.fingerprint != all_in.fingerprint));
+      }
+    });
     if (came > 1) {
       record_each(index, of.incoming, in_parts, in_shapes);
     }
@@ -309,13 +352,13 @@ class Pass {
         gradients.remember(incoming[0], packed);
       }
     }
-    alignas(8) char row[2048];
-    std::memcpy(row, gradient_record.data(), gradient_record.size());
-    put(row, of.fields.gradient_root, state.root);
-    put(row, of.fields.gradient_parameter_fqn, state.parameter_fqn);
-    put(row, of.fields.gradient_shape, shape);
-    put(row, of.fields.gradient_summary, of.journal->seen(packed));
-    of.journal->append(of.gradient_kind, running.step, row);
+    of.journal->write(of.gradient_kind, running.step, [&](char* row) {
+      begin_row(row, gradient_);
+      put(row, of.fields.gradient_root, state.root);
+      put(row, of.fields.gradient_parameter_fqn, state.parameter_fqn);
+      put(row, of.fields.gradient_shape, shape);
+      put(row, of.fields.gradient_summary, of.journal->seen(packed));
+    });
   }
 
   void record_each(
@@ -324,17 +367,17 @@ class Pass {
       const Few<const Packed*>& parts,
       const Few<Shape>& shapes) {
     const Settings& of = *settings;
-    alignas(8) char row[2048];
     const std::lock_guard<Lock> held(of.journal->lock);
     for (size_t position = 0; position < parts.size(); ++position) {
       if (parts[position]) {
-        std::memcpy(row, tensor_record.data(), tensor_record.size());
-        put(row, of.fields.tensor_event_index, index);
-        put(row, of.fields.tensor_direction, direction);
-        put(row, of.fields.tensor_position, static_cast<int32_t>(position));
-        put(row, of.fields.tensor_shape, shapes[position]);
-        put(row, of.fields.tensor_summary, *parts[position]);
-        of.journal->append(of.tensor_kind, running.step, row);
+        of.journal->write(of.tensor_kind, running.step, [&](char* row) {
+          begin_row(row, tensor_);
+          put(row, of.fields.tensor_event_index, index);
+          put(row, of.fields.tensor_direction, direction);
+          put(row, of.fields.tensor_position, static_cast<int32_t>(position));
+          put(row, of.fields.tensor_shape, shapes[position]);
+          put(row, of.fields.tensor_summary, *parts[position]);
+        });
       }
     }
   }
@@ -347,56 +390,6 @@ class Pass {
     return count;
   }
 };
-
-// The engine calls hooks with lists of its own, which it replaces by what they give back (`call_pre_hooks` and
-// `call_post_hooks` in torch/csrc/autograd/engine.cpp, alike in every version until 2.13): so a list is handed back as it
-// is, not copied. The library is kept only if that holds where it was built (`build.py` tries it).
-variable_list handed_back(const variable_list& list) {
-  return std::move(const_cast<variable_list&>(list));
-}
-
-// Ends a hook of `place`: called by the `delete` of a Node.
-void hook_is_gone(void* hook) noexcept {
-  char* place = static_cast<char*>(hook) - offsetof(HookPlace, bytes);
-  reinterpret_cast<HookPlace*>(place)->pass->let_go();
-}
-
-struct Before : torch::autograd::FunctionPreHook {
-  explicit Before(NodeState& state) : state_(state) {}
-  variable_list operator()(const variable_list& incoming) override {
-    state_.before.pass->before(state_, incoming);
-    return handed_back(incoming);
-  }
-  static void operator delete(void* hook) {
-    hook_is_gone(hook);
-  }
-
- private:
-  NodeState& state_;
-};
-
-struct After : OursAfter {
-  explicit After(NodeState& state) : state_(state) {}
-  variable_list operator()(const variable_list& outgoing, const variable_list& incoming) override {
-    state_.after.pass->after(state_, outgoing, incoming);
-    return handed_back(outgoing);
-  }
-  static void operator delete(void* hook) {
-    hook_is_gone(hook);
-  }
-
- private:
-  NodeState& state_;
-};
-
-static_assert(sizeof(Before) <= sizeof(HookPlace::bytes) && sizeof(After) <= sizeof(HookPlace::bytes));
-
-template <class Hook>
-Hook* made_in(HookPlace& place, Pass& pass, NodeState& state) {
-  pass.hold();
-  place.pass = &pass;
-  return ::new (static_cast<void*>(place.bytes)) Hook(state);
-}
 
 } // namespace
 } // namespace gradtrace

@@ -13,45 +13,23 @@ struct PySettings {
 
 PyTypeObject* settings_type = nullptr;
 
-bool template_of(PyObject* bytes, std::vector<char>& record) {
-  if (bytes == Py_None) {
-    return true;
-  }
-  if (!PyBytes_Check(bytes) || PyBytes_GET_SIZE(bytes) > 2048) {
-    PyErr_SetString(PyExc_ValueError, "a record is bytes");
-    return false;
-  }
-  record.assign(PyBytes_AS_STRING(bytes), PyBytes_AS_STRING(bytes) + PyBytes_GET_SIZE(bytes));
-  return true;
-}
-
 struct LetGo {
   void operator()(Pass* pass) const {
     pass->let_go();
   }
 };
 
-// Pass(settings, node record, tensor record, gradient record, step, microbatch, backward_index, phase, stage_index)
+// Pass(settings, step, microbatch, backward_index, phase, stage_index)
 PyObject* pass_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *settings, *node, *tensor, *gradient;
-  int step, microbatch, backward_index, stage_index;
-  unsigned int phase;
+  PyObject* settings;
+  RunningEntry about = {};
   if (!PyArg_ParseTuple(
-          args, "O!OOOiiiIi", settings_type, &settings, &node, &tensor, &gradient, &step, &microbatch,
-          &backward_index, &phase, &stage_index)) {
+          args, "O!iiiIi", settings_type, &settings, &about.step, &about.microbatch, &about.backward_index,
+          &about.phase, &about.stage_index)) {
     return nullptr;
   }
   return guarded([&]() -> PyObject* {
-    std::unique_ptr<Pass, LetGo> pass(new Pass(*reinterpret_cast<PySettings*>(settings)->settings));
-    if (!template_of(node, pass->node_record) || !template_of(tensor, pass->tensor_record) ||
-        !template_of(gradient, pass->gradient_record)) {
-      return nullptr;
-    }
-    pass->running.step = step;
-    pass->running.microbatch = microbatch;
-    pass->running.backward_index = backward_index;
-    pass->running.phase = phase;
-    pass->running.stage_index = stage_index;
+    std::unique_ptr<Pass, LetGo> pass(new Pass(*reinterpret_cast<PySettings*>(settings)->settings, about));
     PyObject* self = type->tp_alloc(type, 0);
     if (self) {
       reinterpret_cast<PyPass*>(self)->own = new Attached();
@@ -76,19 +54,20 @@ void pass_dealloc(PyObject* self) {
 
 PyObject* sizes_of(const NodeState& state) {
   PyObject* all = PyList_New(0);
-  for (size_t at = 0; all && at < state.came_in.size();) {
-    const int64_t count = state.came_in[at++];
+  const CameIn none, &came_in = state.came_in ? *state.came_in : none;
+  for (size_t at = 0; all && at < came_in.size();) {
+    const int64_t count = came_in[at++];
     PyObject* entry = nullptr;
     if (count == -1) {
       entry = Py_NewRef(Py_None);
     } else {
-      const auto type = static_cast<at::ScalarType>(state.came_in[at++]);
+      const auto type = static_cast<at::ScalarType>(came_in[at++]);
       if (count == -2) {
         entry = Py_NewRef(Py_None);
       } else {
         PyObject* sizes = PyTuple_New(count);
         for (int64_t d = 0; sizes && d < count; ++d) {
-          PyTuple_SET_ITEM(sizes, d, PyLong_FromLongLong(state.came_in[at++]));
+          PyTuple_SET_ITEM(sizes, d, PyLong_FromLongLong(came_in[at++]));
         }
         entry = sizes ? Py_BuildValue("(ON)", reinterpret_cast<PyObject*>(torch::getTHPDtype(type)), sizes) : nullptr;
       }
@@ -101,31 +80,46 @@ PyObject* sizes_of(const NodeState& state) {
   return all;
 }
 
-// close() -> [(index, name, number or None, frame or None, occurrence, parameter, start, thread, is making, came in)] of
-// the Nodes that have begun and not ended. No hook does anything from here on.
+// Nanoseconds that the hooks took.
+long long own_ns(const Pass& pass) {
+  const BothClocks both = both_clocks();
+  const double elapsed_ticks = static_cast<double>(both.ticks - pass.began.ticks);
+  const double elapsed_ns = static_cast<double>(both.ns - pass.began.ns);
+  const double own = static_cast<double>(pass.own_ticks());
+  return elapsed_ticks > 0 ? std::llround(own * elapsed_ns / elapsed_ticks) : 0;
+}
+
+// close() -> ([(index, name, number or None, frame or None, occurrence, parameter, start, thread, is making, came in)] of
+// the Nodes that have begun and not ended, what the hooks took in nanoseconds, how many gradients a hook saw before ours,
+// what went wrong or None). No hook does anything from here on.
 PyObject* pass_close(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
     Pass& pass = *of(self).pass;
     pass.is_open.store(false);
     pass.gradients.forget();
-    PyObject* running = PyList_New(0);
+    const Owned running(PyList_New(0));
     for (size_t i = 0; running && i < pass.state_count; ++i) {
       const NodeState& state = pass.state(i);
       const int32_t index = state.index.load();
       if (index < 0) {
         continue;
       }
-      PyObject* entry = Py_BuildValue(
+      const Owned entry(Py_BuildValue(
           "(iILOIILLON)", index, state.name, static_cast<long long>(state.number),
           state.frame ? state.frame : Py_None, state.occurrence, state.parameter_fqn,
           static_cast<long long>(state.start), static_cast<long long>(state.thread),
-          state.maker && state.maker->is_making ? Py_True : Py_False, sizes_of(state));
-      if (!entry || PyList_Append(running, entry) < 0) {
-        Py_CLEAR(running);
+          state.maker && state.maker->is_making ? Py_True : Py_False, sizes_of(state)));
+      if (!entry || PyList_Append(running.get(), entry.get()) < 0) {
+        return nullptr;
       }
-      Py_XDECREF(entry);
     }
-    return running;
+    const std::string error = pass.error();
+    Owned text(Py_NewRef(Py_None));
+    if (!error.empty()) {
+      text = Owned(PyUnicode_DecodeUTF8(error.data(), error.size(), "replace"));
+    }
+    const long long late = pass.late_hooks.load();
+    return running && text ? Py_BuildValue("(OLLO)", running.get(), own_ns(pass), late, text.get()) : nullptr;
   });
 }
 
@@ -178,26 +172,6 @@ int set_pass_task(PyObject* self, PyObject* value, void*) {
   return 0;
 }
 
-PyObject* pass_own_ns(PyObject* self, void*) {
-  const Pass& pass = *of(self).pass;
-  const double elapsed_ticks = static_cast<double>(ticks() - pass.began_ticks);
-  const double elapsed_ns = static_cast<double>(now() - pass.began_ns);
-  const double own = static_cast<double>(pass.own_ticks());
-  return PyLong_FromDouble(elapsed_ticks > 0 ? own * elapsed_ns / elapsed_ticks : 0.0);
-}
-
-PyObject* pass_late_hooks(PyObject* self, void*) {
-  return PyLong_FromLongLong(of(self).pass->late_hooks.load());
-}
-
-PyObject* pass_error(PyObject* self, void*) {
-  const std::string error = of(self).pass->error();
-  if (error.empty()) {
-    Py_RETURN_NONE;
-  }
-  return PyUnicode_DecodeUTF8(error.data(), error.size(), "replace");
-}
-
 PyMethodDef pass_methods[] = {
     {"walk", pass_walk, METH_VARARGS, "Find every Node that can be reached from the roots."},
     {"is_apart_from", pass_is_apart_from, METH_O, "Whether none of them is the one that another pass runs."},
@@ -205,16 +179,13 @@ PyMethodDef pass_methods[] = {
     {"attach_leaves", pass_attach_leaves, METH_VARARGS, "Hook every AccumulateGrad that walk found, as far as it can."},
     {"attach_leaf", pass_attach_leaf, METH_VARARGS, "Hook an AccumulateGrad that walk found."},
     {"leaf", pass_leaf, METH_O, "An AccumulateGrad that walk found."},
-    {"close", pass_close, METH_NOARGS, "Record no more; what is running."},
+    {"close", pass_close, METH_NOARGS, "Record no more; what is running, and what the hooks took and missed."},
     {"ended", pass_ended, METH_NOARGS, "What has run."},
     {"release", pass_release, METH_NOARGS, "Take the hooks off."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef pass_fields[] = {
     {"task", pass_task, set_pass_task, "The engine's task, once a Node ran.", nullptr},
-    {"own_ns", pass_own_ns, nullptr, "What the hooks took.", nullptr},
-    {"late_hooks", pass_late_hooks, nullptr, "Gradients that a hook saw before ours.", nullptr},
-    {"error", pass_error, nullptr, "What went wrong in a hook.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyType_Slot pass_slots[] = {

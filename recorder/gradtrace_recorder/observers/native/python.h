@@ -31,6 +31,10 @@ class Owned {
     Py_XDECREF(object_);
   }
   Owned(Owned&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Owned& operator=(Owned&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
   Owned(const Owned&) = delete;
   Owned& operator=(const Owned&) = delete;
   PyObject* get() const {
@@ -62,6 +66,16 @@ class Attribute {
       }
     }
     return Owned(PyObject_GetAttr(object, name()));
+  }
+
+  // The same, but a class's own `__getattr__`, which is for what an object lacks, is asked last.
+  Owned of_instance(PyObject* object) {
+    PyObject* value = PyObject_GenericGetAttr(object, name());
+    if (!value && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+      PyErr_Clear();
+      value = PyObject_GetAttr(object, name());
+    }
+    return Owned(value);
   }
 
   PyObject* name() {

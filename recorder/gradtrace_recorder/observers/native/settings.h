@@ -2,9 +2,10 @@
 // Part of observer.cpp.
 #pragma once
 
+#include "clock.h"
 #include "journal.h"
-#include "tensors.h"
 
+#include <array>
 #include <cstdlib>
 #include <new>
 #include <utility>
@@ -14,12 +15,16 @@ namespace {
 
 // Where the fields lie in the records that hooks write. Python hands it over.
 struct Fields {
+  int64_t step, microbatch, backward_index, phase, stage_index; // the first three are the same of every kind
   int64_t event_index, autograd_seq, node_name, root, module_fqn, call_index, occurrence, parameter_fqn, thread,
       start_ns, end_ns, grad_output_count, grad_input_count, grad_output_mutated, grad_output_summary,
       grad_input_summary;
   int64_t tensor_event_index, tensor_direction, tensor_position, tensor_shape, tensor_summary;
   int64_t gradient_root, gradient_parameter_fqn, gradient_shape, gradient_summary;
 };
+
+// A record with what is the same in all of its kind.
+using Record = std::array<char, 512>;
 
 template <class T>
 void put(char* record, int64_t offset, const T& value) {
@@ -33,6 +38,13 @@ struct LeafNames {
   PyObject* frame = nullptr;
   PyObject* named = nullptr;
   bool is_parameter = true;
+};
+
+// Where a parameter is held, as Python knew it when it gave all that it had given.
+struct LeafPlace {
+  PyObject* module = nullptr; // a weak reference
+  PyObject* own = nullptr;    // its name there
+  const LeafNames* names = nullptr;
 };
 
 // Memory of one kind that is used again by the next that wants no more: asking for it, and clearing it, is dear.
@@ -80,6 +92,7 @@ class Spare {
 struct NodeName {
   uint32_t number = 0;
   bool is_python = false; // each Function of Python's has a name of its own
+  PyObject* text = nullptr;
 };
 
 // What all passes of a recording share.
@@ -88,20 +101,26 @@ struct Buffers;
 struct Settings {
   std::shared_ptr<Journal> journal;
   Fields fields = {};
+  Record node = {}, tensor = {}, gradient = {};
   int node_kind = 0, tensor_kind = 0, gradient_kind = 0;
   bool is_off = true, is_whole = false;
   uint32_t dtypes[4] = {};
   uint32_t incoming = 0, outgoing = 0;
   int64_t zero_ns = 0;
+  TickLength tick_length; // under the GIL
   PyObject* foreign = nullptr; // (tensor) -> bytes of Foreign; called with the GIL
   // (number, call) and (number): a Node that may make others begins and ends, at these numbers of Nodes; the same
   PyObject *begins = nullptr, *ends = nullptr;
   std::unordered_map<PyObject*, LeafNames> leaves; // by the name's identity; under the GIL
+  std::unordered_map<PyObject*, LeafPlace> leaf_places; // by the variable; under the GIL
+  long long places_given = -1;                          // how often Python had given names when they were asked for
   std::unordered_map<const std::type_info*, NodeName> node_names; // under the GIL
+  std::pair<const std::type_info*, NodeName> recent_names[64];    // the same: some of them, by address
   Spare states, remembered; // the memory that the last pass gave back, on any thread
   std::unique_ptr<Buffers> buffers; // the same, under the GIL
 
   Settings();
+  void forget_places();
 
   ~Settings();
 };

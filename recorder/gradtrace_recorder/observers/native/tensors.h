@@ -162,10 +162,9 @@ Numbers numbers_of(const at::Tensor& tensor, Kind kind, const void* data, bool w
       kind, data, static_cast<int>(tensor.dim()), tensor.sizes().data(), tensor.strides().data(), whole);
 }
 
-// Whether they are the same elements in the same order. The first lies at `data`, and both are alive and of that kind.
-bool is_same_memory(const at::Tensor& one, Kind kind, const void* data, const at::Tensor& other) {
-  Kind other_kind;
-  if (one.numel() != other.numel() || readable(other, other_kind) != data || other_kind != kind) {
+// Whether they are the same elements in the same order. Both are plain, of one kind, and begin at the same place.
+bool has_same_elements(const at::Tensor& one, const at::Tensor& other) {
+  if (one.numel() != other.numel()) {
     return false;
   }
   return (one.is_contiguous() && other.is_contiguous()) ||
