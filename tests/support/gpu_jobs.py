@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def check_no_wait(place: Place) -> str:
                     job.step()
         except RuntimeError as error:
             place.expect(False, f"with {way}: {error}")
+            place.numbers[way] = traceback.format_exc()
     return "4 steps of each, set_sync_debug_mode('error')"
 
 
@@ -273,7 +275,7 @@ device = torch.device({device!r})
 net = torch.nn.Sequential(torch.nn.Linear(500, 500), torch.nn.Linear(500, 500)).to(device)
 for step in range({steps}):
     net(torch.ones(500, 500, device=device)).sum().backward()
-    if step == {steps} - 5:
+    if {killed} and step == {steps} - 5:
         time.sleep(2.5)
 if {killed}:
     os.kill(os.getpid(), signal.SIGKILL)
