@@ -285,7 +285,7 @@ if {killed}:
 def check_ends(place: Place) -> str:
     """A job that ends while kernels are compiled ends well; one that is killed has lost its newest summaries alone."""
     told = []
-    for killed in (False, True):
+    for killed in (False, True) if place.is_cuda else (False,):  # the suite kills one on the host
         run = place.folder / ("killed" if killed else "ended")
         script = _JOB.format(
             paths=sys.path, cpu=not place.is_cuda, run=str(run), device=str(place.device), steps=20, killed=killed
