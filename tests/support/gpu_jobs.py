@@ -360,13 +360,18 @@ def check_cost(place: Place) -> str:
     ratios: dict[str, list[float]] = {name: [] for name in ways}
     plain: list[float] = []
     lost: dict[str, Any] = {}
+    took = 0.0
     for _ in range(pairs):
+        if place.seconds_left < took:
+            break
+        began = time.monotonic()
         for name, settings in ways.items():
             plain.append(seconds())
             with place.recording(**settings) as run:
                 ratios[name].append(seconds() / plain[-1])
             lost[name] = rows(run, "SELECT unsummarised, dropped FROM ranks")[0]
             shutil.rmtree(run, ignore_errors=True)
+        took = time.monotonic() - began
     place.numbers |= {"ratios": ratios, "plain seconds": plain, "unsummarised and dropped": lost}
     told = ", ".join(f"{name} {statistics.median(found):.3f}" for name, found in ratios.items())
     if not place.is_cuda:
