@@ -219,6 +219,28 @@ def test_lists_that_the_device_has_yet_to_read_are_left_alone(triton_rows: Any) 
 
 
 @NEEDS_TRITON
+def test_a_launch_inside_another_takes_a_list_of_its_own(triton_rows: Any) -> None:
+    """As by a signal handler of the job's, or on another thread with the same stream."""
+    rows = Rows()
+    launcher = launcher_of(triton_rows, rows)
+    some, others = [torch.randn(5), torch.randn(70)], [torch.randn(9), torch.randn(30)]
+    launcher.launch_many(others, rows.next)
+    inner: list[int] = []
+
+    def ticket() -> int:
+        if not inner:
+            inner.append(0)  # once
+            inner[:] = launcher.launch_many(others, rows.next)
+        return rows.next()
+
+    outer = launcher.launch_many(some, ticket)
+    for number, tensor in zip([*outer, *inner], some + others, strict=True):
+        rows.check(number, tensor)
+    workspace = launcher._workspaces[0]
+    assert len(workspace.lists) == 2 and workspace.lists[0] is not workspace.lists[1]
+
+
+@NEEDS_TRITON
 def test_a_share_that_is_not_what_was_left_makes_the_row_torn(triton_rows: Any) -> None:
     """As if memory showed an older share of another program: the row says so, and is lost instead of wrong."""
     rows = Rows()

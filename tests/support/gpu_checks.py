@@ -52,7 +52,8 @@ def check_entering(place: Place) -> str:
     place.expect(found.get("entered") is True, "the thread could not enter")
     place.expect(found.get("at once") is False, "an event was over before what precedes it")
     place.expect(found.get("over") is True, "the event was never over")
-    place.expect(found.get("took") == torchs, "another time than torch's")
+    is_same = abs(found.get("took", -1.0) - torchs) <= 0.01  # torch may ask in another way
+    place.expect(is_same, f"{found.get('took')} ms, and by torch {torchs} ms")
     place.expect(place.contexts() == before, f"contexts of devices {place.contexts()} afterwards")
     return f"{torchs:.1f} ms between two events, contexts of devices {place.contexts()}"
 

@@ -27,9 +27,12 @@ class LeftOut(Exception):
 class Place:
     """One device, for one check: what it expects is collected, so that it goes on where something is otherwise."""
 
-    def __init__(self, kind: str, *, chooses_device: bool = True) -> None:
-        """On CUDA the last device is taken, so that of several the first must stay untouched. It is made the thread's
+    def __init__(self, kind: str, seconds: float, *, chooses_device: bool = True) -> None:
+        """A check that can do with less should end within so many seconds.
+
+        On CUDA the last device is taken, so that of several the first must stay untouched. It is made the thread's
         own unless the check wants it otherwise."""
+        self._ends = time.monotonic() + seconds
         self.is_cuda = kind == "cuda"
         index = torch.cuda.device_count() - 1 if self.is_cuda else 0
         self.device = torch.device("cuda", index) if self.is_cuda else torch.device("cpu")
@@ -49,6 +52,11 @@ class Place:
                 self.failures.append(otherwise)
             elif len(self.failures) == _MOST_TOLD:
                 self.failures.append("and more")
+
+    @property
+    def seconds_left(self) -> float:
+        """How long the check may still take."""
+        return self._ends - time.monotonic()
 
     def only_on_cuda(self, why: str) -> None:
         """Leave the check out where the host is in the device's place."""

@@ -177,6 +177,7 @@ class TritonRows:
             workspace.counters, self._weights, self._places, self._constants,
             DTYPE=kind.dtype, EXPONENT=kind.exponent, MANTISSA=kind.mantissa, **OPTIONS,
         )  # fmt: skip
+        workspace.lists.append(chosen)
         return given
 
     def _workspace(self) -> _Workspace:
@@ -197,22 +198,25 @@ class TritonRows:
 
     @torch.inference_mode(False)
     def _free_list(self, workspace: _Workspace) -> _List | None:
-        """Memory for a list that no kernel has yet to read: all its rows have arrived."""
+        """Memory for a list that no kernel has yet to read: all its rows have arrived. It is the caller's until it is
+        put back: another thread on this stream, or a signal handler of the job's, must not find it meanwhile."""
         lists = workspace.lists
-        if len(lists) < _LISTS:
-            words = _MOST_LISTED * _LIST_WORDS + _WORKSPACE_PROGRAMS
-            host = torch.zeros(
-                words, dtype=torch.int64, pin_memory=self._device.type == "cuda", device="cpu"
-            )
-            device = torch.empty(words, dtype=torch.int64, device=self._device)
-            lists.append(_List(host, host.numpy(), device))
-            return lists[-1]
-        for _ in range(_LISTS):
-            chosen = lists.pop(0)
-            lists.append(chosen)
+        for _ in range(len(lists)):
+            try:
+                chosen = lists.pop(0)
+            except IndexError:  # another thread has it
+                break
             if self._have_arrived(chosen.tickets):
                 return chosen
-        return None
+            lists.append(chosen)
+        if len(lists) >= _LISTS:
+            return None
+        words = _MOST_LISTED * _LIST_WORDS + _WORKSPACE_PROGRAMS
+        host = torch.zeros(
+            words, dtype=torch.int64, pin_memory=self._device.type == "cuda", device="cpu"
+        )
+        device = torch.empty(words, dtype=torch.int64, device=self._device)
+        return _List(host, host.numpy(), device)
 
 
 def refuse_interpreter() -> None:
