@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from gradtrace_recorder.observers.native.build import CACHE_VARIABLE, NotBuilt, build_native
+from gradtrace_recorder.observers.native.build import (
+    CACHE_VARIABLE,
+    NotBuilt,
+    build_native,
+    built_library,
+)
 from support import native
 from support.recorded import recording, rows
 
@@ -54,6 +61,27 @@ def test_two_processes_that_build_at_once_build_once(tmp_path: Path, library: Pa
     assert len(said) == 1 and Path(said.pop().strip()).read_bytes() == library.read_bytes()
     calls = (tmp_path / "log").read_text().splitlines()
     assert sum(call.startswith("-shared") for call in calls) == 1
+    assert not list((tmp_path / "cache").rglob("build-*"))
+
+
+def test_a_build_that_was_killed_leaves_nothing_that_is_found_and_hinders_no_other(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, library)))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    script = (tmp_path / "compiler").read_text()
+    (tmp_path / "compiler").write_text(script.replace("sleep 0.3", "sleep 60"))
+    command = [sys.executable, "-m", "gradtrace_recorder", "build"]
+    killed = subprocess.Popen(command, start_new_session=True)
+    until = time.monotonic() + 60
+    while not (tmp_path / "log").exists() or "-shared" not in (tmp_path / "log").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait(10)
+    assert list((tmp_path / "cache").rglob("build-*")) and built_library() is None
+    (tmp_path / "compiler").write_text(script)
+    assert build_native().read_bytes() == library.read_bytes()
     assert not list((tmp_path / "cache").rglob("build-*"))
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -180,3 +183,53 @@ def test_steps_are_written_for_another_shell_while_threads_run_passes(tmp_path: 
     for row in tables["backward_passes"]:
         if row["step"] < steps[-1]:  # of the last one, passes may have been running when it ended
             assert nodes[row["step"], row["backward_index"]] == row["node_count"] == 4
+
+
+# Dies while a Node of its backward pass runs: in a Function, which the pass has come to.
+DYING = """
+import os, signal, sys, torch
+from torch import nn
+
+class Dies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "kill" else os._exit(3)
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(20):
+    optimizer.zero_grad()
+    hidden = model[0](torch.randn(3, 4))
+    out = model[2](model[1](Dies.apply(hidden) if step == 19 else hidden))
+    out.square().sum().backward()
+    optimizer.step()
+"""
+
+
+def test_steps_and_the_running_node_are_there_however_the_job_dies(tmp_path: Path) -> None:
+    cache = str(native.build_or_skip().parents[2])
+    ways = [("python", "kill"), ("native", "kill"), ("native", "exit")]
+    dying = []
+    for observer, way in ways:
+        environment = os.environ | {
+            "GRADTRACE_DIR": str(tmp_path / (observer + way)),
+            "GRADTRACE_MODE": "flight",
+            "GRADTRACE_FLIGHT_STEPS": str(STEPS),
+            "GRADTRACE_OBSERVER": observer,
+            "GRADTRACE_NATIVE_CACHE": cache,
+            "OMP_NUM_THREADS": "1",
+        }
+        dying.append(subprocess.Popen([sys.executable, "-c", DYING, way], env=environment))
+    assert [process.wait(120) for process in dying] == [-signal.SIGKILL, -signal.SIGKILL, 3]
+    names = [table.name for table in ALL_TABLES if table.journalled]
+    expected, *others = [comparable(tmp_path / (o + w), names) for o, w in ways]
+    for found in others:
+        assert_same(found, expected)
+    assert {row["step"] for row in expected["backward_passes"]} == {16, 17, 18}
+    assert expected["node_events"][-1]["node_name"] == "DiesBackward"
+    assert [row["outcome"] for row in expected["node_events"]].count("running") == 1
