@@ -294,13 +294,15 @@ def test_odd_jobs_leave_the_same_rows(tmp_path: Path, job: Callable[[], Any]) ->
 
 
 def test_times_are_those_of_the_monotonic_clock(tmp_path: Path) -> None:
-    w, moments = torch.ones(4, requires_grad=True), []
+    w = torch.ones(4, requires_grad=True)
+    moments: list[int] = []
 
     def once() -> None:
         out = w.exp()
         # Ours come after these, which are there first.
-        out.grad_fn.register_prehook(lambda _: moments.append(time.monotonic_ns()))
-        out.grad_fn.register_hook(lambda *_: moments.append(time.monotonic_ns()))
+        node: Any = out.grad_fn
+        node.register_prehook(lambda _: moments.append(time.monotonic_ns()))
+        node.register_hook(lambda *_: moments.append(time.monotonic_ns()))
         loss = out.sum()
         loss.register_hook(lambda _: time.sleep(0.0003))  # the clock is asked anew
         loss.backward()
@@ -319,7 +321,11 @@ def test_times_are_those_of_the_monotonic_clock(tmp_path: Path) -> None:
     wrong = [
         (times, moments)
         for times, moments in zip(told, asked, strict=True)
-        if not moments[0] - off < times[0] < moments[1] + off < times[1] + 2 * off < moments[2] + 3 * off
+        if not moments[0] - off
+        < times[0]
+        < moments[1] + off
+        < times[1] + 2 * off
+        < moments[2] + 3 * off
     ]
     assert len(told) == 51
     assert not wrong

@@ -53,6 +53,10 @@ class NativeJournal(JournalWriter):
         found: Place | None = self.core.place_of(thread)
         return NOWHERE if found is None else found
 
+    def map_ahead(self) -> bool:
+        """Bring pages that no record has come to into memory; whether there are more."""
+        return bool(self.core.map_ahead())
+
     @property
     def recorded(self) -> dict[str, int]:
         """Records written so far, by table."""
