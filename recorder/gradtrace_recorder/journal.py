@@ -121,6 +121,11 @@ class JournalWriter(ThreadNotes):
                 self._next_half += self.half_records
                 self.half_is_full.set()
 
+    def map_ahead(self) -> bool:
+        """Bring pages that no record has come to into memory, on the calling thread and not on the job's, some at a
+        time. Whether there are more; here whoever writes comes to them first."""
+        return False
+
     def append_lasting(self, kind: int, *values: float | bytes) -> None:
         """Write a record that a ring keeps when its step is let go of: it is written once for all steps."""
         with self.lock:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +40,9 @@ from support import native
 PASSES = TABLES["backward_passes"]
 
 
+LINUX = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
+
+
 def writer(path: Path, **sizes: int) -> JournalWriter:
     sizes = {"half_records": 64, "strings_bytes": 4096, **sizes}
     about = {"rank": 3, "attempt": 1, "wall_start_ns": 10, "monotonic_start_ns": 20, **sizes}
@@ -69,6 +74,22 @@ def append(journal: JournalWriter, step: int, loss: float = 1.5) -> None:
 def table_of(data: bytes) -> Any:
     contents = read_journal(data)
     return arrow_table(PASSES, contents.of(PASSES), contents.strings, contents.header["attempt"])
+
+
+def test_pages_come_into_memory_ahead_of_the_records(tmp_path: Path) -> None:
+    journal = writer(tmp_path / "j", half_records=2048)
+    append(journal, 0)
+    while journal.map_ahead():
+        pass
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for step in range(1, 4000):
+        append(journal, step)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    got = table_of((tmp_path / "j").read_bytes())["step"].to_pylist()
+    journal.close(remove=True)
+    assert got == list(range(4000))
+    if _kind is not None and LINUX >= (5, 14):
+        assert faults < 100  # of 375 pages
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -201,15 +202,99 @@ def of_a_failure() -> str:
     return str(caught.value)
 
 
+class Chain(nn.ModuleDict):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.values():
+            x = part(x)
+        return x
+
+
+def of_moved_parameters() -> None:
+    """Between passes parameters change their places and names, and one is replaced by another."""
+    torch.manual_seed(0)
+    model = Chain({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
+
+    def step() -> None:
+        train(model, steps=1)
+
+    step()
+    a, b, c = model.values()
+    a.weight, b.weight = b.weight, a.weight
+    step()
+    c.bias = nn.Parameter(torch.ones(4))
+    step()
+    model["d"] = model.pop("a")  # the same parameters of the same module, by another name
+    step()
+    later = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    later[0].weight = c.weight
+    later(torch.ones(2, 4)).sum().backward()
+    del later
+    step()
+
+
+def of_several_outputs() -> None:
+    """What the engine is given: several tensors of one Node, an edge, a leaf, a view that was changed in place."""
+    model = net()
+    out = model(torch.ones(3, 4))
+    one, other, _ = out.unbind()
+    torch.autograd.backward([one.sum(), other.sum(), other], [None, None, torch.ones(3)])
+    edge = torch.autograd.graph.get_gradient_edge(model(torch.ones(3, 4)))
+    torch.autograd.backward(edge, torch.ones(3, 3))
+    model[0].bias.backward(torch.ones(8))
+    out = model(torch.ones(3, 4)).clone()
+    part = out[0]
+    out.mul_(2)
+    part.sum().backward()
+
+
 ODD_JOBS: list[Callable[[], Any]] = [
     of_a_function, of_a_reentrant_checkpoint, of_a_checkpoint, of_a_graph_that_runs_twice, of_a_second_derivative,
     of_odd_gradients, of_hooks, of_a_nested_pass, of_a_failure, of_a_failed_stage,
+    of_moved_parameters, of_several_outputs,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("job", ODD_JOBS, ids=lambda job: job.__name__)
 def test_odd_jobs_leave_the_same_rows(tmp_path: Path, job: Callable[[], Any]) -> None:
     both(tmp_path, job)
+
+
+def test_times_are_those_of_the_monotonic_clock(tmp_path: Path) -> None:
+    w = torch.ones(4, requires_grad=True)
+    moments: list[int] = []
+
+    def once() -> None:
+        out = w.exp()
+        # Ours come after these, which are there first.
+        node: Any = out.grad_fn
+        node.register_prehook(lambda _: moments.append(time.monotonic_ns()))
+        node.register_hook(lambda *_: moments.append(time.monotonic_ns()))
+        loss = out.sum()
+        loss.register_hook(lambda _: time.sleep(0.0003))  # the clock is asked anew
+        loss.backward()
+        moments.append(time.monotonic_ns())
+
+    with recording(tmp_path, observer="native", summary="off"):
+        once()
+        time.sleep(0.03)  # so long it takes to know how long a tick is
+        for _ in range(50):
+            once()
+    rank = json.loads((tmp_path / "ranks" / "rank=00000-0.json").read_text())
+    query = "SELECT start_ns, end_ns FROM node_events WHERE node_name = 'ExpBackward0' ORDER BY record_index"
+    told = [[rank["monotonic_start_ns"] + at for at in row] for row in rows(tmp_path, query)]
+    asked = [moments[at : at + 3] for at in range(0, len(moments), 3)]
+    off = 10_000  # nanoseconds; a wrong rate shows as up to a quarter of a millisecond
+    wrong = [
+        (times, moments)
+        for times, moments in zip(told, asked, strict=True)
+        if not moments[0] - off
+        < times[0]
+        < moments[1] + off
+        < times[1] + 2 * off
+        < moments[2] + 3 * off
+    ]
+    assert len(told) == 51
+    assert not wrong
 
 
 class Halves(nn.Module):

@@ -92,6 +92,7 @@ class Journal {
   Lock lock;
   int64_t places = 0, half_records = 0;
   int64_t written = 0, limit = 0, next_half = 0, drained = 0;
+  int64_t mapped = 0; // bytes of the records' pages that are in memory, or need no more be brought there
   int64_t counts[kMostKinds] = {};
   struct Drop {
     int64_t count = 0;

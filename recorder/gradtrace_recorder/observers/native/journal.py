@@ -62,6 +62,10 @@ class NativeJournal(JournalWriter):
         """From now on the newest records are what counts. Gives what says which."""
         return NativeRing(self)
 
+    def map_ahead(self) -> bool:
+        """Bring pages that no record has come to into memory; whether there are more."""
+        return bool(self.core.map_ahead())
+
     @property
     def recorded(self) -> dict[str, int]:
         """Records written so far, by table."""
