@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import traceback
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from gradtrace_recorder.call_sites import called_from
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard, say
 from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
@@ -40,6 +42,7 @@ from gradtrace_schemas.journal import (
     NULL_STRING,
 )
 
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
 
@@ -77,9 +80,12 @@ class EngineSource:
 
             def run_backward(self, *args: Any, **kwargs: Any) -> Any:
                 run = super().run_backward
-                if _is_compiling() or _tracing_state() or not source._guard.is_open or RUNNING.now:
+                if _is_compiling() or _tracing_state() or RUNNING.now:
                     return run(*args, **kwargs)
-                return source._run(run, args, kwargs)
+                run = functools.partial(called_from(sys._getframe(1)), run)
+                return (
+                    source._run(run, args, kwargs) if source._guard.is_open else run(args, kwargs)
+                )
 
         never_compiled(RecordedEngine.run_backward, calls_the_job=True)
         Variable._execution_engine = RecordedEngine()
@@ -101,9 +107,9 @@ class EngineSource:
         except Exception as error:
             self._guard.failed(error)
         if begun is None:
-            return run(*args, **kwargs)
+            return run(args, kwargs)
         try:
-            result = run(*args, **kwargs)
+            result = run(args, kwargs)
         except BaseException as error:
             failure = RELAYS.own_failure(error)
             self._end(begun, failure or error, _argument("tensors", 0, args, kwargs, ()))
@@ -164,6 +170,7 @@ class EngineSource:
                     follows_half=action is not None and action.follows_half,
                     stage_index=opened.stage_index,
                     gradient_ready=self._ddp.gradient_ready if self._ddp.has_models else None,
+                    is_alone=self._is_alone,
                 ),
             )
             opened.device_began = recording.device_times.begin()
@@ -226,6 +233,10 @@ class EngineSource:
             timeline.totals.backward_ns += end - opened.start_ns
             if opened.accumulates and error is None:
                 timeline.backward_done()
+
+    def _is_alone(self) -> bool:
+        own = threading.get_ident()
+        return all(opened.thread == own for opened in list(self._open.values()))
 
     def _index_of_task(self, task: int) -> int | None:
         """The pass that the calling thread runs a Node of, though it was begun on another: a device's thread, or one
@@ -315,7 +326,7 @@ def tell_at_first_backward(text: str) -> None:
             data = sys.modules.get("torch.utils.data")
             if data is None or data.get_worker_info() is None:
                 say(text)
-            return original.run_backward(*args, **kwargs)
+            return called_from(sys._getframe(1))(original.run_backward, args, kwargs)
 
     never_compiled(TellingEngine.run_backward, calls_the_job=True)
     Variable._execution_engine = TellingEngine()
@@ -333,6 +344,7 @@ class _OpenPass:
         top_level: bool,
     ) -> None:
         self.recording = recording
+        self.thread = threading.get_ident()
         self.index = index
         self.microbatch = microbatch
         self.accumulates = accumulates
@@ -374,7 +386,7 @@ def _scalar(output: Any, recording: Recording) -> float | None:
     if (
         isinstance(output, torch.Tensor)
         and not torch._C._functorch.is_functorch_wrapped_tensor(output)
-        and type(output) in (torch.Tensor, torch.nn.Parameter)
+        and type(output).__torch_dispatch__ is _NO_DISPATCH
         and output.device.type == "cpu"
         and output.numel() == 1
         and not output.is_complex()

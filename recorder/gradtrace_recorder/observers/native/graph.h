@@ -171,6 +171,10 @@ void end(Attached& own) {
 void hook(Attached& own, Node& node, NodeState& state) {
   auto& before = node.pre_hooks();
   auto& after = node.post_hooks();
+  // Room for a pass on another thread, which hooks what is left to Python while the engine goes through these lists.
+  constexpr size_t kRoom = 3;
+  before.reserve(before.size() + kRoom);
+  after.reserve(after.size() + kRoom);
   own.buffers->hooked.push_back({weakly(node.getptr()), state.before.bytes, state.after.bytes});
   before.emplace_back(made_in<Before>(state.before, *own.pass, state));
   after.emplace_back(made_in<After>(state.after, *own.pass, state));
