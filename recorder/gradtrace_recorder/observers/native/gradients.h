@@ -4,6 +4,7 @@
 #include "settings.h"
 
 #include <bitset>
+#include <optional>
 
 namespace gradtrace {
 namespace {
@@ -30,6 +31,12 @@ class Gradients {
     Kind kind;
     const void* data = readable(gradient, kind);
     if (!data) {
+      if (const auto known = known_of(gradient)) { // its storage was freed since
+        if (shape) {
+          *shape = shape_of(gradient);
+        }
+        return *known;
+      }
       const Foreign given = foreign(gradient);
       if (shape) {
         *shape = given.shape;
@@ -39,16 +46,8 @@ class Gradients {
     if (shape) {
       *shape = shape_of(gradient);
     }
-    if (gradient.is_inference()) {
-      return packed(gradient, kind, data);
-    }
-    const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
-    {
-      const std::lock_guard<Lock> held(lock_);
-      const Remembered* known = find(impl);
-      if (known && known->version == impl->version_counter().current_version()) {
-        return known->packed;
-      }
+    if (const auto known = known_of(gradient)) {
+      return *known;
     }
     const Packed made = packed(gradient, kind, data);
     remember(gradient, made);
@@ -137,6 +136,20 @@ class Gradients {
       }
     }
     return nullptr;
+  }
+
+  // What was summarised of this very tensor, at the version that it has.
+  std::optional<Packed> known_of(const at::Tensor& gradient) {
+    if (gradient.is_inference()) {
+      return std::nullopt;
+    }
+    const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
+    const std::lock_guard<Lock> held(lock_);
+    const Remembered* known = find(impl);
+    if (known && known->version == impl->version_counter().current_version()) {
+      return known->packed;
+    }
+    return std::nullopt;
   }
 
   Packed packed(const at::Tensor& tensor, Kind kind, const void* data) const {
