@@ -106,3 +106,36 @@ def test_a_library_that_does_not_load_is_said_and_python_records(
         torch.ones(2, requires_grad=True).sum().backward()
     assert "does not load" in capfd.readouterr().err
     assert rows(tmp_path / "run", "SELECT count(*) FROM backward_passes") == [(1,)]
+
+
+def test_a_library_that_lost_its_end_is_said_not_loaded_and_built_again(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped, it would kill the job where it is read past its end; so the job is a process of its own."""
+    cache = tmp_path / "cache" / library.parent.parent.name / library.parent.name
+    cache.mkdir(parents=True)
+    cut = cache / library.name
+    cut.write_bytes(library.read_bytes()[:100_000])
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    source = "import torch; torch.ones(2, requires_grad=True).sum().backward(); print('fine')"
+    environment = os.environ | {
+        "GRADTRACE_DIR": str(tmp_path / "run"),
+        "GRADTRACE_OBSERVER": "auto",
+    }
+    job = subprocess.run(
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert (job.returncode, job.stdout) == (0, "fine\n")
+    assert "is damaged" in job.stderr and "recorded with the Python observer" in job.stderr
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, library)))
+    assert build_native().read_bytes() == library.read_bytes()
+
+
+def test_a_compiler_that_says_nothing_of_itself_is_used(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = compiler(tmp_path, library)
+    script.write_text(script.read_text().replace('echo "a compiler, version 1"', "true"))
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    assert build_native().exists()

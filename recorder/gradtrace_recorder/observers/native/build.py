@@ -54,7 +54,7 @@ def build_native(*, again: bool = False) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / "lock"):
-            if again or not built.exists():
+            if again or not _is_whole(built):
                 _build(compiler, built)
     except OSError as error:
         raise NotBuilt(
@@ -76,6 +76,8 @@ def built_library() -> Path | None:
 def library() -> Any:
     """The loaded native observer, or None where none is built. Raises ImportError for one that does not load."""
     path = built_library()
+    if path is not None and not _is_whole(path):
+        raise ImportError(f"{path} is damaged; build it again (python -m gradtrace_recorder build)")
     return None if path is None else _loaded(path)
 
 
@@ -111,8 +113,29 @@ def _build(compiler: str, built: Path) -> None:
         whole = Path(place) / built.name
         libraries = [f"-L{root / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
         _run([compiler, "-shared", *objects, *libraries, "-o", str(whole)])
+        _seal(whole)
         _try(whole)
         os.replace(whole, built)
+
+
+def _seal(path: Path) -> None:
+    """Write the digest of what the file holds behind it, where no loader looks, and all of it to the disk."""
+    if not _is_whole(path):
+        with open(path, "r+b") as file:
+            digest = hashlib.sha256(file.read()).digest()
+            file.write(digest)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file ends with its digest. A library that lacks its end takes the process along: SIGBUS."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return len(data) > size and hashlib.sha256(data[:-size]).digest() == data[-size:]
 
 
 # Run in a process of its own, with the library's path: hooks of ours between others must change nothing.
@@ -171,7 +194,8 @@ def _compiler() -> tuple[str, str]:
                 [path, "--version"], capture_output=True, text=True, timeout=60, check=False
             )
             if done.returncode == 0:
-                return path, f"{done.stdout.splitlines()[0]} {platform.machine()}"
+                said = done.stdout.splitlines() or [""]
+                return path, f"{said[0]} {platform.machine()}"
     raise NotBuilt(
         "the native observer needs a C++ compiler (c++, g++ or clang++; CXX names another), and there is none; "
         "jobs are recorded by the Python observer"
