@@ -14,7 +14,7 @@ from torch.autograd import Variable
 
 from gradtrace_recorder.call_sites import called_from
 from gradtrace_recorder.dynamo import never_compiled
-from gradtrace_recorder.guard import Guard, say
+from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
 from gradtrace_recorder.observers.native.observer import NativeObserver
 from gradtrace_recorder.observers.python import (
@@ -147,6 +147,31 @@ class EngineSource:
         elif not top_level:
             opened.parent = self._index_of_task(torch._C._current_graph_task_id())
         self._open[index] = opened
+        try:
+            self._watch(opened, half, args, kwargs)
+            open_passes.append(opened)
+            thread = threading.get_ident()
+            opened.place_before = recording.journal.place_of(thread)
+            opened.start_ns = timeline.now()
+            null = NULL_INT32
+            opened.place = (NULL_STRING, null, null, timeline.step, opened.microbatch, index)
+            recording.journal.move(thread, opened.start_ns, (IN_BACKWARD, *opened.place))
+        except BaseException:  # an interrupt: the job may go on
+            self._open.pop(index, None)
+            self._local.open_passes = [one for one in open_passes if one is not opened]
+            if opened.watch is not None:
+                opened.watch.close(failed=False)
+            raise
+        timeline.totals.recorder_ns += opened.start_ns - entered
+        return opened
+
+    def _watch(
+        self, opened: _OpenPass, half: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Have an observer watch the pass, and note what there is to say of it beforehand."""
+        recording, index = opened.recording, opened.index
+        timeline, action = recording.timeline, recording.actions.current
+        accumulates, top_level = opened.accumulates, opened.top_level
         if accumulates and top_level:
             self._ddp.backward_begins(recording, index)
         if timeline.is_recorded:
@@ -174,15 +199,6 @@ class EngineSource:
                 ),
             )
             opened.device_began = recording.device_times.begin()
-        open_passes.append(opened)
-        thread = threading.get_ident()
-        opened.place_before = recording.journal.place_of(thread)
-        opened.start_ns = timeline.now()
-        null = NULL_INT32
-        opened.place = (NULL_STRING, null, null, timeline.step, opened.microbatch, index)
-        recording.journal.move(thread, opened.start_ns, (IN_BACKWARD, *opened.place))
-        timeline.totals.recorder_ns += opened.start_ns - entered
-        return opened
 
     def _observer_of(self, recording: Recording) -> PythonObserver:
         if recording.native is None:
@@ -312,24 +328,6 @@ class EngineSource:
             record_gradients(
                 recording, "carried", backward_index, recording.timeline.microbatch, tensors
             )
-
-
-def tell_at_first_backward(text: str) -> None:
-    """Say this once, when the process calls the engine, and leave the engine alone from then on."""
-    original = Variable._execution_engine
-
-    class TellingEngine(type(original)):  # type: ignore[misc]
-        """The engine, of a process that is not recorded."""
-
-        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-            Variable._execution_engine = original
-            data = sys.modules.get("torch.utils.data")
-            if data is None or data.get_worker_info() is None:
-                say(text)
-            return called_from(sys._getframe(1))(original.run_backward, args, kwargs)
-
-    never_compiled(TellingEngine.run_backward, calls_the_job=True)
-    Variable._execution_engine = TellingEngine()
 
 
 class _OpenPass:
