@@ -19,11 +19,12 @@ from gradtrace_recorder.guard import Guard, Problems, say
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.settings import Settings
 from gradtrace_recorder.sources.ddp import DdpSource
-from gradtrace_recorder.sources.engine import EngineSource, tell_at_first_backward
+from gradtrace_recorder.sources.engine import EngineSource
 from gradtrace_recorder.sources.fsdp import FsdpSource
 from gradtrace_recorder.sources.modules import ModuleSource
 from gradtrace_recorder.sources.optimizer import OptimizerSource
 from gradtrace_recorder.sources.pipeline import PipelineSource
+from gradtrace_recorder.sources.telling import tell_at_first_backward
 from gradtrace_schemas.journal import IN_MODULE, IN_OPTIMIZER, NULL_STRING
 
 # At exit the job waits for us no longer than this; what is not drained by then stays in the journal.

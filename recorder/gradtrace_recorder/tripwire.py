@@ -7,6 +7,7 @@ the event that woke it is its first.
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gradtrace_recorder.call_sites import called_from
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import say
 from gradtrace_recorder.relays import RELAYS
@@ -56,8 +58,11 @@ class Tripwire:
             """The engine until it is entered."""
 
             def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-                if _is_compiling() or _tracing_state() or tripwire.spring() is None:
-                    return super().run_backward(*args, **kwargs)
+                run = super().run_backward
+                if _is_compiling() or _tracing_state():
+                    return run(*args, **kwargs)
+                if tripwire.spring() is None:
+                    return called_from(sys._getframe(1))(run, args, kwargs)
                 return Variable._execution_engine.run_backward(*args, **kwargs)
 
         never_compiled(WaitingEngine.run_backward, calls_the_job=True)

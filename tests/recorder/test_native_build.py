@@ -139,7 +139,7 @@ def test_a_library_that_was_cut_off_ends_no_job_and_is_built_anew(
         [sys.executable, "-c", job], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0 and done.stderr.count("\n") == 1, done.stderr
-    assert "is cut off (python -m gradtrace_recorder build makes a new one)" in done.stderr
+    assert "is damaged (python -m gradtrace_recorder build makes a new one)" in done.stderr
     assert rows(tmp_path / "run", "SELECT count(*) FROM backward_passes") == [(1,)]
     assert build_native() == built and built.read_bytes() == whole
     calls = len((tmp_path / "log").read_text().splitlines())
@@ -182,3 +182,13 @@ def test_a_library_that_does_not_load_is_said_and_python_records(
         torch.ones(2, requires_grad=True).sum().backward()
     assert "does not load" in capfd.readouterr().err
     assert rows(tmp_path / "run", "SELECT count(*) FROM backward_passes") == [(1,)]
+
+
+def test_a_compiler_that_says_nothing_of_itself_is_used(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = compiler(tmp_path, library)
+    script.write_text(script.read_text().replace('echo "a compiler, version 1"', "true"))
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    assert build_native().exists()

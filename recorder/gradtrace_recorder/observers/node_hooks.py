@@ -115,7 +115,11 @@ class NodeHooks:
             watch.running[index] = self
             self.thread = _get_ident()
             frame = self.frame
-            self.came_in = [None if g is None else (g.dtype, g.shape) for g in grad_outputs]
+            self.came_in = [
+                # A nested tensor has no sizes to tell (2.13 raises).
+                None if g is None or g.is_nested else (g.dtype, g.shape)
+                for g in grad_outputs
+            ]
             if self.python_defined:
                 with unasked():
                     self.mutable_before = _all_of(watch.recording.summariser, grad_outputs)

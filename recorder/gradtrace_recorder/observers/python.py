@@ -19,6 +19,7 @@ from gradtrace_recorder.attribution import Frame
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ParameterName
+from gradtrace_recorder.observers.leaf_tables import hook_first, take_off
 from gradtrace_recorder.observers.node_hooks import NO_MODULE, NO_SEQUENCE_NUMBER, NodeHooks
 from gradtrace_recorder.observers.release import release_in_pieces, release_waiting
 from gradtrace_recorder.observers.replay import NOT_REPLAYED, NodeReplay
@@ -38,6 +39,7 @@ class EngineCall(NamedTuple):
     `half` is that of a pipeline stage's split backward: `input`, `weight`, None for no half; one that
     `follows_half` is torch's weight half, which runs nothing that its input half ran.
     `gradient_ready` is called with each parameter when its gradient was accumulated, and the time.
+    `is_alone` tells whether no other thread has a call open.
     """
 
     backward_index: int
@@ -47,6 +49,7 @@ class EngineCall(NamedTuple):
     follows_half: bool
     stage_index: int | None
     gradient_ready: GradientReady | None
+    is_alone: Callable[[], bool]
 
 
 class PythonObserver:
@@ -70,7 +73,7 @@ class PassWatch:
     """One backward pass under watch: its Nodes' hooks, the order in which they ran, what is running."""
 
     __slots__ = (
-        "_handles", "_hooked_leaves", "_replay", "_stand_ins", "accumulates", "append", "backward_index", "culprit",
+        "_handles", "_hooked_leaves", "_is_alone", "_replay", "_stand_ins", "accumulates", "append", "backward_index", "culprit",
         "failed", "flight", "follows_half", "gradient_ready", "guard", "half", "half_done", "incoming", "indexes",
         "may_begin_with_leaf", "microbatch", "node_count", "node_times", "ok", "outgoing", "phase", "pop_running",
         "push_running", "recording", "root_node_name", "running", "stage_index", "step", "task", "totals",
@@ -82,6 +85,7 @@ class PassWatch:
         self.recording = recording
         self.guard = guard
         self.gradient_ready = call.gradient_ready
+        self._is_alone = call.is_alone
         self.backward_index = call.backward_index
         self.step = timeline.step
         self.microbatch = timeline.microbatch
@@ -179,13 +183,8 @@ class PassWatch:
 
     def close(self, *, failed: bool) -> Culprit:
         """Let go of all Nodes. Gives the one that was running when the pass failed; its row is written now."""
-        for handle in self._handles:
-            handle.remove()
+        take_off(self._handles, self._hooked_leaves, self._is_alone)
         self._handles.clear()
-        for leaf in self._hooked_leaves:
-            if not leaf._post_accumulate_grad_hooks:
-                # An empty table left behind would keep hooks of the job from working after a swap of tensors.
-                leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._hooked_leaves.clear()
         self.recording.summariser.forget()
         culprit: Culprit = (
@@ -229,13 +228,7 @@ class PassWatch:
         # A leaf may have been frozen after the forward: it takes no hook then.
         is_asked = self.gradient_ready is not None or not self.recording.summariser.off
         if named is not None and variable.requires_grad and is_asked:
-            handle = variable.register_post_accumulate_grad_hook(hooks.accumulated)
-            table = variable._post_accumulate_grad_hooks
-            for key in list(table) if len(table) > 1 else ():
-                # The engine calls them in the order in which they came into the table (2.13: `PyDict_Next`).
-                if key != handle.id:
-                    table[key] = table.pop(key)
-            self._handles.append(handle)
+            self._handles.append(hook_first(variable, hooks.accumulated))
             self._hooked_leaves.append(variable)
         if whole:
             if self._replay is not None:

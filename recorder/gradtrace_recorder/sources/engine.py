@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import traceback
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from gradtrace_recorder.call_sites import called_from
 from gradtrace_recorder.dynamo import never_compiled
-from gradtrace_recorder.guard import Guard, say
+from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
 from gradtrace_recorder.observers.native.observer import NativeObserver
 from gradtrace_recorder.observers.python import (
@@ -42,6 +44,7 @@ from gradtrace_schemas.journal import (
 )
 
 _get_ident = threading.get_ident
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
 
@@ -79,9 +82,12 @@ class EngineSource:
 
             def run_backward(self, *args: Any, **kwargs: Any) -> Any:
                 run = super().run_backward
-                if _is_compiling() or _tracing_state() or not source._guard.is_open or RUNNING.now:
+                if _is_compiling() or _tracing_state() or RUNNING.now:
                     return run(*args, **kwargs)
-                return source._run(run, args, kwargs)
+                run = functools.partial(called_from(sys._getframe(1)), run)
+                return (
+                    source._run(run, args, kwargs) if source._guard.is_open else run(args, kwargs)
+                )
 
         never_compiled(RecordedEngine.run_backward, calls_the_job=True)
         Variable._execution_engine = RecordedEngine()
@@ -103,9 +109,9 @@ class EngineSource:
         except Exception as error:
             self._guard.failed(error)
         if begun is None:
-            return run(*args, **kwargs)
+            return run(args, kwargs)
         try:
-            result = run(*args, **kwargs)
+            result = run(args, kwargs)
         except BaseException as error:
             failure = RELAYS.own_failure(error)
             self._end(begun, failure or error, _argument("tensors", 0, args, kwargs, ()))
@@ -146,10 +152,39 @@ class EngineSource:
         elif not top_level:
             opened.parent = self._index_of_task(torch._C._current_graph_task_id())
         self._open[index] = opened
+        try:
+            self._watch(opened, half, follows_half, args, kwargs)
+            open_passes.append(opened)
+            thread = _get_ident()
+            opened.place_before = recording.journal.place_of(thread)
+            place = (NULL_STRING, NULL_INT32, NULL_INT32, timeline.step, opened.microbatch, index)
+            opened.place = place
+            opened.start_ns = start = timeline.now()
+            recording.journal.move(thread, start, (IN_BACKWARD, *place))
+        except BaseException:  # an interrupt: the job may go on
+            self._open.pop(index, None)
+            self._local.open_passes = [one for one in open_passes if one is not opened]
+            if opened.watch is not None:
+                opened.watch.close(failed=False)
+            raise
+        totals.recorder_ns += start - entered
+        return opened
+
+    def _watch(
+        self,
+        opened: _OpenPass,
+        half: str | None,
+        follows_half: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Have an observer watch the pass, and note what there is to say of it beforehand."""
+        recording, index = opened.recording, opened.index
+        accumulates, top_level = opened.accumulates, opened.top_level
         has_ddp = self._ddp.has_models
         if has_ddp and accumulates and top_level:
             self._ddp.backward_begins(recording, index)
-        if timeline.is_recorded:
+        if recording.timeline.is_recorded:
             if top_level and (accumulates or half == "weight") and recording.settings.records_state:
                 self._record_carried(recording, index)
             outputs = _argument("tensors", 0, args, kwargs, ())
@@ -165,18 +200,10 @@ class EngineSource:
                 follows_half,
                 opened.stage_index,
                 self._ddp.gradient_ready if has_ddp else None,
+                self._is_alone,
             )
             opened.watch = self._observer_of(recording).watch(recording, outputs, call)
             opened.device_began = recording.device_times.begin(first)
-        open_passes.append(opened)
-        thread = _get_ident()
-        opened.place_before = recording.journal.place_of(thread)
-        place = (NULL_STRING, NULL_INT32, NULL_INT32, timeline.step, opened.microbatch, index)
-        opened.place = place
-        opened.start_ns = start = timeline.now()
-        recording.journal.move(thread, start, (IN_BACKWARD, *place))
-        totals.recorder_ns += start - entered
-        return opened
 
     def _observer_of(self, recording: Recording) -> PythonObserver:
         if recording.native is None:
@@ -227,6 +254,10 @@ class EngineSource:
             timeline.totals.backward_ns += end - opened.start_ns
             if opened.accumulates and error is None:
                 timeline.backward_done()
+
+    def _is_alone(self) -> bool:
+        own = threading.get_ident()
+        return all(opened.thread == own for opened in list(self._open.values()))
 
     def _index_of_task(self, task: int) -> int | None:
         """The pass that the calling thread runs a Node of, though it was begun on another: a device's thread, or one
@@ -304,24 +335,6 @@ class EngineSource:
             )
 
 
-def tell_at_first_backward(text: str) -> None:
-    """Say this once, when the process calls the engine, and leave the engine alone from then on."""
-    original = Variable._execution_engine
-
-    class TellingEngine(type(original)):  # type: ignore[misc]
-        """The engine, of a process that is not recorded."""
-
-        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-            Variable._execution_engine = original
-            data = sys.modules.get("torch.utils.data")
-            if data is None or data.get_worker_info() is None:
-                say(text)
-            return original.run_backward(*args, **kwargs)
-
-    never_compiled(TellingEngine.run_backward, calls_the_job=True)
-    Variable._execution_engine = TellingEngine()
-
-
 class _OpenPass:
     """A call into the engine that has not returned."""
 
@@ -339,6 +352,7 @@ class _OpenPass:
         top_level: bool,
     ) -> None:
         self.recording = recording
+        self.thread = threading.get_ident()
         self.index = index
         self.microbatch = microbatch
         self.accumulates = accumulates
@@ -370,7 +384,7 @@ def _scalar(output: Any, recording: Recording) -> float | None:
     if (
         isinstance(output, torch.Tensor)
         and not torch._C._functorch.is_functorch_wrapped_tensor(output)
-        and type(output) in (torch.Tensor, torch.nn.Parameter)
+        and type(output).__torch_dispatch__ is _NO_DISPATCH
         and output.device.type == "cpu"
         and output.numel() == 1
         and not output.is_complex()

@@ -17,7 +17,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -33,8 +32,6 @@ _SOURCES = ("summary.cpp", "journal.cpp", "journal_type.cpp", "observer.cpp")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-DNDEBUG")
 _LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
 _SECONDS = 900
-# Where the table of sections begins, the size of an entry, and how many there are.
-_ELF_HEADER = struct.Struct("<40xQ10xHH2x")
 
 
 class NotBuilt(RuntimeError):
@@ -55,11 +52,11 @@ def build_native(*, again: bool = False) -> Path:
         ) from error
     built = folder / f"{NAME}-{_digest(version)}.so"
     try:
-        if not again and _is_there(built):
+        if not again and _is_whole(built):
             return built  # where nothing can be written, too
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / "lock"):
-            if again or not _is_there(built):
+            if again or not _is_whole(built):
                 _build(compiler, built)
     except OSError as error:
         raise NotBuilt(
@@ -81,33 +78,11 @@ def built_library() -> Path | None:
 def library() -> Any:
     """The loaded native observer, or None where none is built. Raises ImportError for one that does not load."""
     path = built_library()
-    if path is None:
-        return None
-    if not _is_whole(path):
+    if path is not None and not _is_whole(path):
         raise ImportError(
-            f"{str(path)!r} is cut off (python -m gradtrace_recorder build makes a new one)"
+            f"{str(path)!r} is damaged (python -m gradtrace_recorder build makes a new one)"
         )
-    return _loaded(path)
-
-
-def _is_there(path: Path) -> bool:
-    return path.exists() and _is_whole(path)
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether the file is as long as its own header says: loading one that is cut off would end the job (SIGBUS).
-
-    An ELF file of 64 bits ends with the table of its sections. Of another kind of file the loader can tell.
-    """
-    with open(path, "rb") as file:
-        header = file.read(_ELF_HEADER.size)
-        size = os.fstat(file.fileno()).st_size
-    if header[:6] != b"\x7fELF\x02\x01":
-        return True
-    if len(header) < _ELF_HEADER.size:
-        return False
-    sections_at, section_bytes, sections = _ELF_HEADER.unpack(header)
-    return size >= int(sections_at + section_bytes * sections)
+    return None if path is None else _loaded(path)
 
 
 @functools.cache
@@ -142,10 +117,29 @@ def _build(compiler: str, built: Path) -> None:
         whole = Path(place) / built.name
         libraries = [f"-L{root / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
         _run([compiler, "-shared", *objects, *libraries, "-o", str(whole)])
+        if not _is_whole(whole):
+            _seal(whole)
         _try(whole)
-        with open(whole, "rb+") as file:
-            os.fsync(file.fileno())  # a power failure leaves all of it, or nothing under its name
         os.replace(whole, built)
+
+
+def _seal(path: Path) -> None:
+    """Write the digest of what the file holds behind it, where no loader looks, and all of it to the disk."""
+    with open(path, "r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file ends with its digest. A library that lacks its end takes the process along: SIGBUS."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return len(data) > size and hashlib.sha256(data[:-size]).digest() == data[-size:]
 
 
 # Run in a process of its own, with the library's path: hooks of ours between others must change nothing.
@@ -204,7 +198,8 @@ def _compiler() -> tuple[str, str]:
                 [path, "--version"], capture_output=True, text=True, timeout=60, check=False
             )
             if done.returncode == 0:
-                return path, f"{done.stdout.splitlines()[0]} {platform.machine()}"
+                said = done.stdout.splitlines() or [""]
+                return path, f"{said[0]} {platform.machine()}"
     raise NotBuilt(
         "the native observer needs a C++ compiler (c++, g++ or clang++; CXX names another), and there is none; "
         "jobs are recorded by the Python observer"

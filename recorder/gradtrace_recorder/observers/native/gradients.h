@@ -5,6 +5,7 @@
 #include "settings.h"
 
 #include <bitset>
+#include <optional>
 
 namespace gradtrace {
 namespace {
@@ -44,6 +45,12 @@ class Gradients {
   Packed of(const Read& read, Shape* shape) {
     const at::Tensor& gradient = *read.tensor;
     if (!read.data) {
+      if (const auto known = known_of(gradient)) { // its storage was freed since
+        if (shape) {
+          *shape = shape_of(gradient);
+        }
+        return *known;
+      }
       const Foreign given = foreign(gradient);
       if (shape) {
         *shape = given.shape;
@@ -53,16 +60,8 @@ class Gradients {
     if (shape) {
       *shape = shape_of(gradient);
     }
-    if (gradient.is_inference()) {
-      return packed(gradient, read.kind, read.data);
-    }
-    const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
-    {
-      const std::lock_guard<Lock> held(lock_);
-      const Remembered* known = find(impl);
-      if (known && known->version == impl->version_counter().current_version()) {
-        return known->packed;
-      }
+    if (const auto known = known_of(gradient)) {
+      return *known;
     }
     const Packed made = packed(gradient, read.kind, read.data);
     remember(gradient, made);
@@ -164,6 +163,20 @@ class Gradients {
       }
     }
     return nullptr;
+  }
+
+  // What was summarised of this very tensor, at the version that it has.
+  std::optional<Packed> known_of(const at::Tensor& gradient) {
+    if (gradient.is_inference()) {
+      return std::nullopt;
+    }
+    const c10::TensorImpl* impl = gradient.unsafeGetTensorImpl();
+    const std::lock_guard<Lock> held(lock_);
+    const Remembered* known = find(impl);
+    if (known && known->version == impl->version_counter().current_version()) {
+      return known->packed;
+    }
+    return std::nullopt;
   }
 
   Packed packed(const at::Tensor& tensor, Kind kind, const void* data) const {

@@ -202,11 +202,17 @@ void end(Attached& own) {
 }
 
 void hook(Attached& own, const NodePtr& node, NodeState& state) {
+  auto& before = node->pre_hooks();
+  auto& after = node->post_hooks();
+  // Room for a pass on another thread, which hooks what is left to Python while the engine goes through these lists.
+  constexpr size_t kRoom = 3;
+  before.reserve(before.size() + kRoom);
+  after.reserve(after.size() + kRoom);
   state.pass = own.pass;
   own.buffers->hooked.push_back({weakly(node), &state});
-  node->pre_hooks().emplace_back(::new (static_cast<void*>(state.before)) Before(state));
+  before.emplace_back(::new (static_cast<void*>(state.before)) Before(state));
   --own.holds;
-  node->post_hooks().emplace_back(::new (static_cast<void*>(state.after)) After(state));
+  after.emplace_back(::new (static_cast<void*>(state.after)) After(state));
   --own.holds;
 }
 

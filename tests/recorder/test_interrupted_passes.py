@@ -1,0 +1,47 @@
+"""An interrupt that comes just as a pass begins is the job's: it may go on, and what follows is recorded as ever."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.observers.native.journal import NativeJournal
+from support import native
+from support.recorded import recording, rows
+
+
+@pytest.mark.parametrize("observer", ["python", "native"])
+def test_interrupt_at_the_beginning_of_a_pass_leaves_nothing_behind(
+    tmp_path: Path, observer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADTRACE_NATIVE_CACHE", str(native.NOWHERE))
+    if observer == "native":
+        native.build_or_skip()
+
+    def interrupted(self: Any, thread: int) -> Any:
+        raise KeyboardInterrupt
+
+    net = torch.nn.Linear(2, 2)
+    with recording(tmp_path / "run", observer=observer):
+        loss = net(torch.ones(1, 2)).sum()
+        loss.backward(retain_graph=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(JournalWriter, "place_of", interrupted)
+            patched.setattr(NativeJournal, "place_of", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward(retain_graph=True)
+        loss.backward()
+    run = tmp_path / "run"
+    assert rows(run, "SELECT count(*), count(parent_backward_index) FROM backward_passes") == [
+        (2, 0)
+    ]
+    per_pass = "SELECT count(*) FROM node_events GROUP BY backward_index ORDER BY backward_index"
+    first, second = rows(run, per_pass)
+    assert first == second
+    told = json.loads((run / "ranks" / "rank=00000-0.json").read_text()).get("observer")
+    assert told is None or told["python_passes"] == {}
