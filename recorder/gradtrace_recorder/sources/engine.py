@@ -47,6 +47,7 @@ _tracing_state = torch._C._get_tracing_state
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.open_passes: list[_OpenPass] = []
+        self.beginning: _OpenPass | None = None
 
 
 class EngineSource:
@@ -98,7 +99,10 @@ class EngineSource:
                 recording = self._gate.enter()
                 if recording is not None and not _compiled_autograd() and not is_dry_run():
                     begun = self._begin(recording, args, kwargs)
-        except Exception as error:
+        except BaseException as error:
+            self._give_up()
+            if not isinstance(error, Exception):  # Ctrl-C: the job's
+                raise
             self._guard.failed(error)
         if begun is None:
             return run(*args, **kwargs)
@@ -140,7 +144,7 @@ class EngineSource:
                 watch.task = torch._C._current_graph_task_id()
         elif not top_level:
             opened.parent = self._index_of_task(torch._C._current_graph_task_id())
-        self._open[index] = opened
+        self._open[index] = self._local.beginning = opened
         if accumulates and top_level:
             self._ddp.backward_begins(recording, index)
         if timeline.is_recorded:
@@ -175,7 +179,16 @@ class EngineSource:
         opened.place = (NULL_STRING, null, null, timeline.step, opened.microbatch, index)
         recording.journal.move(thread, opened.start_ns, (IN_BACKWARD, *opened.place))
         timeline.totals.recorder_ns += opened.start_ns - entered
+        self._local.beginning = None
         return opened
+
+    def _give_up(self) -> None:
+        """What was beginning on this thread is not watched: were it held open, no later pass would be alone."""
+        opened, self._local.beginning = self._local.beginning, None
+        if opened is not None:
+            self._open.pop(opened.index, None)
+            if opened in self._local.open_passes:
+                self._local.open_passes.remove(opened)
 
     def _observer_of(self, recording: Recording) -> PythonObserver:
         if recording.native is None:

@@ -17,6 +17,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -33,8 +34,11 @@ _HEADERS = (
     "journal.h", "event_type.h", "packing.h", "python.h", "tensors.h", "settings.h", "gradients.h", "others_hooks.h",
     "pass.h", "graph.h", "names.h", "sightings.h", "attaching.h", "pass_type.h",
 )  # fmt: skip
-# Contracted operations would give other bits on other processors; the vector code asks for them by name.
-_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-DNDEBUG")
+# Contracted operations would give other bits on other processors; the vector code asks for them by name. Elements are
+# copied as words and read as numbers, which strict aliasing forbids.
+_FLAGS = (
+    "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-DNDEBUG",
+)  # fmt: skip
 _LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
 _SECONDS = 900
 
@@ -48,11 +52,24 @@ def build_native(*, again: bool = False) -> Path:
 
     `again` builds it even so. Raises NotBuilt.
     """
+    if _has_no_gil():
+        raise NotBuilt(
+            "the native observer needs Python's global lock, and this Python runs without; "
+            "jobs are recorded by the Python observer"
+        )
     compiler, version = _compiler()
     folder = _folder()
     built = folder / f"{NAME}-{_digest(version)}.so"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for place in reversed((folder, *folder.parents)):
+            if not place.exists():
+                place.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: nobody else writes here
+        reason = _why_not_trusted(folder)
+        if reason is not None:
+            raise NotBuilt(
+                f"the native observer is not built where others could change it: {reason}; "
+                f"name another folder in {CACHE_VARIABLE}"
+            )
         with _alone(folder / "lock"):
             if again or not built.exists():
                 _build(compiler, built)
@@ -66,6 +83,8 @@ def build_native(*, again: bool = False) -> Path:
 
 def built_library() -> Path | None:
     """The newest that was built for this torch, this Python and these sources."""
+    if _has_no_gil():
+        return None  # loading it would switch the lock on, for the whole job
     try:
         found = sorted(_folder().glob(f"{NAME}-*.so"), key=lambda path: path.stat().st_mtime_ns)
     except (OSError, RuntimeError, AttributeError):  # no home, or a torch that is built otherwise
@@ -74,9 +93,15 @@ def built_library() -> Path | None:
 
 
 def library() -> Any:
-    """The loaded native observer, or None where none is built. Raises ImportError for one that does not load."""
+    """The loaded native observer, or None where none is built. Raises ImportError for one that does not load, and
+    for one that another user could have put there."""
     path = built_library()
-    return None if path is None else _loaded(path)
+    if path is None:
+        return None
+    reason = _why_not_trusted(path)
+    if reason is not None:
+        raise ImportError(f"others could have changed it: {reason}")
+    return _loaded(path)
 
 
 @functools.cache
@@ -111,6 +136,7 @@ def _build(compiler: str, built: Path) -> None:
         whole = Path(place) / built.name
         libraries = [f"-L{root / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
         _run([compiler, "-shared", *objects, *libraries, "-o", str(whole)])
+        whole.chmod(0o755)
         _try(whole)
         os.replace(whole, built)
 
@@ -131,6 +157,17 @@ for _ in range(2):
 y.sum().backward()
 assert (x.grad.tolist(), w.grad.tolist()) == ([2.0] * 3, [1.0] * 3), "gradients"
 assert seen == [3.0, 3.0, 12.0, 12.0], "what hooks see"
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+leaf, hooked = (w.expand(3).grad_fn.next_functions[0][0] for w in (x, w))
+hooked.register_hook(lambda given, got: None)
+nodes = [Own.apply(x).grad_fn, (x * 2).grad_fn, leaf, hooked]
+found = [library.traits(node) for node in nodes]
+assert found == [(True, False, False), (False, False, False), (False, True, False), (False, True, True)], found
 """
 
 
@@ -191,6 +228,9 @@ def _folder() -> Path:
         platform.machine(),
         *_FLAGS,
     ]
+    with contextlib.suppress(OSError):  # one's own build of torch changes under the same version
+        binary = Path(torch.__path__[0]) / "lib" / "libtorch_python.so"
+        parts.append(str(binary.stat().st_size))
     parts += [(here / name).read_bytes() for name in (*_SOURCES, *_HEADERS)]
     release = str(torch.__version__).replace("/", "-")
     return _cache() / "native" / f"torch-{release}-{_digest(*parts)}"
@@ -208,6 +248,27 @@ def _cache() -> Path:
         return Path(chosen).absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "gradtrace"
+
+
+def _has_no_gil() -> bool:
+    """Whether this Python is one of those built to run without its global lock."""
+    return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+
+def _why_not_trusted(path: Path) -> str | None:
+    """Why another user could have put there what lies at `path`, None where only those could whom we trust already:
+    ourselves, root, and whoever installed us."""
+    trusted = {os.geteuid(), 0, Path(__file__).stat().st_uid}
+    cache = _cache()
+    for place in (path, *path.parents):
+        about = place.stat()
+        if about.st_uid not in trusted:
+            return f"{str(place)!r} belongs to user {about.st_uid}"
+        if about.st_mode & stat.S_IWOTH and not (place.is_dir() and about.st_mode & stat.S_ISVTX):
+            return f"{str(place)!r} may be written by anybody"
+        if place == cache:
+            break
+    return None
 
 
 def _digest(*parts: str | bytes) -> str:

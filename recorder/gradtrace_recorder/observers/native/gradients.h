@@ -158,24 +158,40 @@ class Gradients {
     return packed;
   }
 
+  // Throws std::runtime_error where that failed, and as `python_error` what a signal handler of the job's raised in it:
+  // Ctrl-C reaches the job through the engine, as from a hook in Python.
   Foreign foreign(const at::Tensor& tensor) const {
     const PyGILState_STATE gil = PyGILState_Ensure();
     Foreign given;
     std::string trouble;
+    python_error of_the_job;
     PyObject* wrapped = THPVariable_Wrap(tensor);
-    PyObject* bytes = wrapped ? PyObject_CallOneArg(settings_->foreign, wrapped) : nullptr;
-    if (bytes && PyBytes_Check(bytes) && PyBytes_GET_SIZE(bytes) == sizeof given) {
-      std::memcpy(&given, PyBytes_AS_STRING(bytes), sizeof given);
+    PyObject* answer = wrapped ? PyObject_CallOneArg(settings_->foreign, wrapped) : nullptr;
+    if (answer && PyBytes_Check(answer) && PyBytes_GET_SIZE(answer) == sizeof given) {
+      std::memcpy(&given, PyBytes_AS_STRING(answer), sizeof given);
+    } else if (wrapped && !answer) {
+      of_the_job.persist();
     } else {
-      trouble = raised();
+      trouble = answer && PyUnicode_Check(answer) ? text_of(answer) : raised();
     }
-    Py_XDECREF(bytes);
+    Py_XDECREF(answer);
     Py_XDECREF(wrapped);
     PyGILState_Release(gil);
+    if (of_the_job.type) {
+      throw of_the_job;
+    }
     if (!trouble.empty()) {
       throw std::runtime_error(trouble);
     }
     return given;
+  }
+
+  static std::string text_of(PyObject* unicode) {
+    const char* utf8 = PyUnicode_AsUTF8(unicode);
+    if (!utf8) {
+      PyErr_Clear();
+    }
+    return utf8 ? utf8 : "a failure whose text is none";
   }
 
   // The text of what Python has just raised, which is over.

@@ -17,9 +17,11 @@ class Held {
     journal_.lock.unlock();
   }
   static void take(Journal& journal) {
-    if (!journal.lock.try_lock()) {
+    while (!journal.lock.try_lock()) {
       Py_BEGIN_ALLOW_THREADS
+      // It is not kept: hooks would be held up until the GIL comes back.
       journal.lock.lock();
+      journal.lock.unlock();
       Py_END_ALLOW_THREADS
     }
   }
@@ -27,6 +29,25 @@ class Held {
  private:
   Journal& journal_;
 };
+
+#pragma pack(push, 1)
+struct PlaceEntry {
+  int64_t moved_ns;
+  uint32_t kind, name;
+  int32_t root, call_index, step, microbatch, backward_index, spare;
+  int64_t moved_ns_again;
+};
+#pragma pack(pop)
+
+constexpr int64_t kMostRecordBytes = 2048;
+
+// Whether the layout is the one that is compiled in here, as far as that shows.
+bool is_known(const Layout& l) {
+  return l.thread_slots <= kMostSlots && l.drop_bytes == sizeof(Journal::Drop) &&
+      l.place_bytes == sizeof(PlaceEntry) &&
+      l.thread_bytes == l.thread_head + l.thread_depth * static_cast<int64_t>(sizeof(RunningEntry)) &&
+      l.record_bytes >= 64 && l.record_bytes <= kMostRecordBytes && l.record_bytes % 8 == 0 && l.records_offset % 8 == 0;
+}
 
 PyJournal* of(PyObject* self) {
   return reinterpret_cast<PyJournal*>(self);
@@ -106,7 +127,7 @@ PyObject* journal_open(PyObject* self, PyObject* args) {
   if (PyErr_Occurred()) {
     return nullptr;
   }
-  if (l.thread_slots > kMostSlots || l.drop_bytes != sizeof(Journal::Drop)) {
+  if (!is_known(l)) {
     PyErr_SetString(PyExc_ValueError, "a layout of the journal that this library does not know");
     return nullptr;
   }
@@ -114,7 +135,7 @@ PyObject* journal_open(PyObject* self, PyObject* args) {
   for (Py_ssize_t at = 0; PyDict_Next(formats, &at, &kind, &codes);) {
     const long number = PyLong_AsLong(kind);
     const char* text = PyUnicode_AsUTF8(codes);
-    if (!text || number < 0 || number >= kMostKinds) {
+    if (!text || number < 0 || number >= kMostKinds || bytes_of(text, summary_bytes) > l.record_bytes - 16) {
       return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "kind %ld", number);
     }
     (*of(self)->formats)[number] = text;
@@ -163,7 +184,7 @@ PyObject* journal_append(PyObject* self, PyObject* const* args, Py_ssize_t count
   if (static_cast<Py_ssize_t>(codes.size()) != count) {
     return PyErr_Format(PyExc_ValueError, "a record of kind %lld has %zu values", kind, codes.size());
   }
-  alignas(8) char record[2048];
+  alignas(8) char record[kMostRecordBytes];
   char* at = record + 8;
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (!put(at, codes[i], args[i], of(self)->summary_bytes)) {
@@ -215,15 +236,6 @@ PyObject* journal_pop(PyObject* self, PyObject* thread) {
   core_of(self).pop(number);
   Py_RETURN_NONE;
 }
-
-#pragma pack(push, 1)
-struct PlaceEntry {
-  int64_t moved_ns;
-  uint32_t kind, name;
-  int32_t root, call_index, step, microbatch, backward_index, spare;
-  int64_t moved_ns_again;
-};
-#pragma pack(pop)
 
 // move(thread, moved_ns, place)
 PyObject* journal_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {

@@ -79,6 +79,24 @@ void hook_leaf(Attached& own, AccumulateGrad& leaf, uint32_t name, const LeafNam
   hook(own, leaf, state);
 }
 
+// A job that makes a model for every step must not fill our memory: names that nobody else holds go. Each time there are
+// twice as many as were left.
+void forget_the_dead(Settings& settings) {
+  auto& leaves = settings.leaves;
+  if (leaves.size() < settings.most_leaves) {
+    return;
+  }
+  for (auto one = leaves.begin(); one != leaves.end();) {
+    if (Py_REFCNT(one->first) > 1) {
+      ++one;
+      continue;
+    }
+    const Owned named(one->second.named), frame(one->second.frame);
+    one = leaves.erase(one);
+  }
+  settings.most_leaves = 2 * leaves.size() + kFewestLeaves;
+}
+
 // What names this parameter's Node: the same as `Names.tensor` of gradtrace_recorder/naming.py finds, with its checks,
 // in a tenth of the time. Null where that does not apply (then Python is asked), or with an exception set.
 const LeafNames* names_of(Settings& settings, PyObject* variable, PyObject* places, PyObject* leaf) {
@@ -101,6 +119,7 @@ const LeafNames* names_of(Settings& settings, PyObject* variable, PyObject* plac
       return nullptr;
     }
     names.is_parameter = PyUnicode_CompareWithASCIIString(kind.get(), "parameter") == 0;
+    forget_the_dead(settings);
     names.named = Py_NewRef(named.get());
     Py_INCREF(names.frame);
     known = settings.leaves.emplace(named.get(), names).first;

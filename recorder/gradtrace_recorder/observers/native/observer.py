@@ -15,7 +15,7 @@ import torch
 
 from gradtrace_recorder.attribution import Frame
 from gradtrace_recorder.dynamo import never_compiled
-from gradtrace_recorder.guard import Guard
+from gradtrace_recorder.guard import Guard, is_of_a_signal_handler
 from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.observers.native.choice import Native
 from gradtrace_recorder.observers.native.journal import NativeJournal
@@ -165,15 +165,22 @@ class _Shared:
         return named.root, string(holder), string(named.fqn), frame
 
 
-def _foreign(summariser: Summariser) -> Callable[[torch.Tensor], bytes]:
+def _foreign(summariser: Summariser) -> Callable[[torch.Tensor], bytes | str]:
     """What C++ asks about a tensor that it does not read: its shape and summary. It holds no recording: C++ holds it.
 
-    Called in a hook, on any thread.
+    Called in a hook, on any thread. A failure of ours is given back as its text. What is raised goes to the job: Ctrl-C,
+    or what a signal handler raises.
     """
 
-    def shape_and_summary(tensor: torch.Tensor) -> bytes:
-        with unasked():
-            return _SHAPE.pack(*shape_fields(tensor)) + as_bytes(summariser.of_gradient(tensor))
+    def shape_and_summary(tensor: torch.Tensor) -> bytes | str:
+        try:
+            with unasked():
+                shape = _SHAPE.pack(*shape_fields(tensor))
+                return shape + as_bytes(summariser.of_gradient(tensor))
+        except Exception as error:
+            if is_of_a_signal_handler(error):
+                raise
+            return f"{type(error).__name__}: {error}"
 
     return shape_and_summary
 
@@ -224,7 +231,10 @@ class NativePassWatch(PassWatch):
         culprit = super().close(failed=failed)
         if not self._is_released:
             self._is_released = True
-            self._observer.let_go(self._native)
+            if not failed or self.recording.names.device is None:
+                self._observer.let_go(self._native)
+            # Else they stay on, and do nothing: a device's thread may still read hooks of the Node that it was running
+            # when another one failed.
             self.totals.recorder_ns += self._native.own_ns
             if self._native.late_hooks:
                 reason = "a hook on a parameter came while the pass ran"

@@ -128,8 +128,9 @@ class Pass {
     }
   }
 
-  // The Node has run: `incoming` is what it got, `outgoing` what it gave.
-  void after(NodeState& state, const variable_list& outgoing, const variable_list& incoming) noexcept {
+  // The Node has run: `incoming` is what it got, `outgoing` what it gave. Throws what a signal handler of the job's raised
+  // while Python was asked, and nothing else.
+  void after(NodeState& state, const variable_list& outgoing, const variable_list& incoming) {
     if (!is_open.load(std::memory_order_acquire)) {
       return;
     }
@@ -147,6 +148,9 @@ class Pass {
       state.has_ended = true;
       record(state, index, end, outgoing, incoming);
       state.own_ticks += ticks() - entered;
+    } catch (const python_error&) {
+      settings->journal->pop(state.thread);
+      throw;
     } catch (const std::exception& failure) {
       settings->journal->pop(state.thread);
       fail(failure.what());

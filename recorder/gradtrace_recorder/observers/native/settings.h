@@ -84,6 +84,8 @@ struct NodeName {
 // What all passes of a recording share.
 struct Buffers;
 
+constexpr size_t kFewestLeaves = 256;
+
 struct Settings {
   std::shared_ptr<Journal> journal;
   Fields fields = {};
@@ -92,8 +94,10 @@ struct Settings {
   uint32_t dtypes[4] = {};
   uint32_t incoming = 0, outgoing = 0;
   int64_t zero_ns = 0;
-  PyObject* foreign = nullptr; // (tensor) -> bytes of Foreign; called with the GIL
+  // (tensor) -> bytes of Foreign, or the text of our own failure; what it raises is the job's. Called with the GIL.
+  PyObject* foreign = nullptr;
   std::unordered_map<PyObject*, LeafNames> leaves; // by the name's identity; under the GIL
+  size_t most_leaves = kFewestLeaves;              // then those of models that are gone are looked for
   std::unordered_map<const std::type_info*, NodeName> node_names; // under the GIL
   Spare states, remembered; // the memory that the last pass gave back, on any thread
   std::unique_ptr<Buffers> buffers; // the same, under the GIL
