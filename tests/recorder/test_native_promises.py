@@ -155,9 +155,13 @@ def test_nodes_that_die_with_hooks_on_them_take_nothing_along(tmp_path: Path) ->
         saved.append(weakref.ref(one))
         return one
 
+    def wait(_: torch.Tensor) -> None:
+        started.set()
+        over.wait(60)
+
     def beside() -> None:
         other = torch.ones(2, requires_grad=True) * 2
-        other.register_hook(lambda _: (started.set(), over.wait(60))[0])
+        other.register_hook(wait)
         other.sum().backward()
 
     def begin_another(_: torch.Tensor) -> None:
@@ -182,6 +186,33 @@ def test_nodes_that_die_with_hooks_on_them_take_nothing_along(tmp_path: Path) ->
     account = rank_of(tmp_path / "run")["observer"]
     assert account["python_passes"] == {"inside or beside another pass": 1}
     assert rows(tmp_path / "run", "SELECT count(*), count(error) FROM backward_passes") == [(3, 0)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_hooks_of_a_failed_pass_stay_on_where_a_device_may_still_read_them(
+    tmp_path: Path, device: str
+) -> None:
+    """The engine returns when one thread fails, and does not wait for the others. The hooks do nothing."""
+
+    def fails(_: torch.Tensor) -> None:
+        raise ValueError("on purpose")
+
+    layer = nn.Linear(4, 4)
+    with recording(tmp_path / "run", observer="native"):
+        nn.Linear(1, 1, device=device)(
+            torch.empty(1, 1, device=device)
+        )  # so that is the job's device
+        out = layer(torch.ones(2, 4))
+        hook = out.register_hook(fails)
+        leaf = next(node for node, _ in out.grad_fn.next_functions if node is not None)
+        with pytest.raises(ValueError, match="on purpose"):
+            out.sum().backward(retain_graph=True)
+        assert library().traits(leaf) == (False, True, device == "meta")
+        hook.remove()
+        out.sum().backward()
+        del out, leaf
+    count = "SELECT backward_index, count(DISTINCT event_index), count(*) FROM node_events GROUP BY 1 ORDER BY 1"
+    assert rows(tmp_path / "run", count) == [(0, 1, 1), (1, 5, 5)]
 
 
 _WAITING = """

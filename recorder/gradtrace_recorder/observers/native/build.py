@@ -63,7 +63,9 @@ def build_native(*, again: bool = False) -> Path:
     try:
         for place in reversed((folder, *folder.parents)):
             if not place.exists():
-                place.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: nobody else writes here
+                place.mkdir(
+                    mode=0o755, exist_ok=True
+                )  # whatever the umask: nobody else writes here
         reason = _why_not_trusted(folder)
         if reason is not None:
             raise NotBuilt(

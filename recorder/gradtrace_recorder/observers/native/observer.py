@@ -168,8 +168,8 @@ class _Shared:
 def _foreign(summariser: Summariser) -> Callable[[torch.Tensor], bytes | str]:
     """What C++ asks about a tensor that it does not read: its shape and summary. It holds no recording: C++ holds it.
 
-    Called in a hook, on any thread. A failure of ours is given back as its text. What is raised goes to the job: Ctrl-C,
-    or what a signal handler raises.
+    Called in a hook, on any thread. A failure of ours is given back as its text. What is raised is the job's: Ctrl-C,
+    or what its signal handler raises.
     """
 
     def shape_and_summary(tensor: torch.Tensor) -> bytes | str:
