@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
 import pytest
 
+from gradtrace_recorder.observers.native import build
 from gradtrace_recorder.observers.native.build import (
     CACHE_VARIABLE,
     NotBuilt,
@@ -24,7 +26,7 @@ _COMPILER = """#!/bin/sh
 echo "$@" >> {log}
 case "$1" in
 --version) echo "a compiler, version 1" ;;
--shared) sleep 0.3; for last; do :; done; cp {library} "$last" ;;
+-shared) sleep 0.3; for last; do :; done; cat {library} >"$last"; chmod +rwx "$last" ;;
 esac
 """
 
@@ -164,6 +166,73 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     assert not list((tmp_path / "cache").rglob("*.so")) and not list(
         (tmp_path / "cache").rglob("build-*")
     )
+
+
+def test_a_library_that_fails_its_trial_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    junk = tmp_path / "junk.so"
+    junk.write_bytes(b"no library")
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, junk)))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    with pytest.raises(NotBuilt, match="ended with 1: ImportError"):
+        build_native()
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+@pytest.mark.parametrize("which", ["cache", "library"])
+def test_a_library_that_others_could_have_written_is_not_loaded(
+    tmp_path: Path,
+    library: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    which: str,
+) -> None:
+    import torch
+
+    cache = tmp_path / "cache"
+    there = cache / library.relative_to(native.CACHE)
+    there.parent.mkdir(parents=True)
+    there.write_bytes(library.read_bytes())
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
+    (cache if which == "cache" else there).chmod(0o777)
+    with recording(tmp_path / "run", strict=False):
+        torch.ones(2, requires_grad=True).sum().backward()
+    said = capfd.readouterr().err
+    assert "may be written by anybody" in said and "recorded with the Python observer" in said
+    if which == "cache":
+        with pytest.raises(NotBuilt, match="may be written by anybody; name another folder"):
+            build_native()
+
+
+def test_what_is_built_is_written_by_its_owner_alone(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the umask, which in some containers is none: else it would not be loaded."""
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, library)))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    before = os.umask(0)
+    try:
+        built = build_native()
+    finally:
+        os.umask(before)
+    places = [built, *built.parents][: len(built.relative_to(tmp_path).parts)]
+    assert [place.stat().st_mode & 0o022 for place in places] == [0] * 4
+
+
+def test_a_python_without_the_gil_is_left_alone(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading an extension that does not know of it would switch the lock on for the whole job."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(native.CACHE))
+    assert build.built_library() is not None
+    real = sysconfig.get_config_var
+    monkeypatch.setattr(
+        sysconfig, "get_config_var", lambda name: 1 if name == "Py_GIL_DISABLED" else real(name)
+    )
+    assert build.built_library() is None
+    with pytest.raises(NotBuilt, match="needs Python's global lock"):
+        build_native()
 
 
 def test_a_library_that_does_not_load_is_said_and_python_records(

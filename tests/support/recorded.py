@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,3 +29,9 @@ def rows(directory: Path, query: str) -> list[tuple[Any, ...]]:
     assert run.notices == (), run.notices
     with contextlib.closing(connect([run])) as connection:
         return connection.execute(query).fetchall()
+
+
+def rank_of(directory: Path) -> dict[str, Any]:
+    """The json of the only rank of a run that was not started twice."""
+    found: dict[str, Any] = json.loads((directory / "ranks" / "rank=00000-0.json").read_text())
+    return found

@@ -340,7 +340,7 @@ class _OpenPass:
 
     __slots__ = (
         "accumulates", "device_began", "device_ns", "index", "loss", "microbatch", "parent", "place", "place_before",
-        "recording", "stage_index", "start_ns", "top_level", "watch",
+        "recording", "stage_index", "start_ns", "thread", "top_level", "watch",
     )  # fmt: skip
 
     def __init__(

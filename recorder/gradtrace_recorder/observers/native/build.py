@@ -17,6 +17,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -28,8 +29,11 @@ from typing import Any
 NAME = "gradtrace_native"
 CACHE_VARIABLE = "GRADTRACE_NATIVE_CACHE"
 _SOURCES = ("summary.cpp", "journal.cpp", "journal_type.cpp", "observer.cpp")
-# Contracted operations would give other bits on other processors; the vector code asks for them by name.
-_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-DNDEBUG")
+# Contracted operations would give other bits on other processors; the vector code asks for them by name. Elements are
+# copied as words and read as numbers, which strict aliasing forbids.
+_FLAGS = (
+    "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-DNDEBUG",
+)  # fmt: skip
 _LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
 _SECONDS = 900
 
@@ -43,6 +47,11 @@ def build_native(*, again: bool = False) -> Path:
 
     `again` builds it even so. Raises NotBuilt.
     """
+    if _has_no_gil():
+        raise NotBuilt(
+            "the native observer needs Python's global lock, and this Python runs without; "
+            "jobs are recorded by the Python observer"
+        )
     compiler, version = _compiler()
     try:
         folder = _folder()
@@ -52,9 +61,18 @@ def build_native(*, again: bool = False) -> Path:
         ) from error
     built = folder / f"{NAME}-{_digest(version)}.so"
     try:
-        if not again and _is_whole(built):
+        if not again and _is_whole(built) and _why_not_trusted(built) is None:
             return built  # where nothing can be written, too
-        folder.mkdir(parents=True, exist_ok=True)
+        for place in reversed((folder, *folder.parents)):
+            if not place.exists():
+                # Whatever the umask: nobody else writes here.
+                place.mkdir(mode=0o755, exist_ok=True)
+        reason = _why_not_trusted(folder)
+        if reason is not None:
+            raise NotBuilt(
+                f"the native observer is not built where others could change it: {reason}; "
+                f"name another folder in {CACHE_VARIABLE}"
+            )
         with _alone(folder / "lock"):
             if again or not _is_whole(built):
                 _build(compiler, built)
@@ -68,6 +86,8 @@ def build_native(*, again: bool = False) -> Path:
 
 def built_library() -> Path | None:
     """The newest that was built for this torch, this Python and these sources."""
+    if _has_no_gil():
+        return None  # loading it would switch the lock on, for the whole job
     try:
         found = sorted(_folder().glob(f"{NAME}-*.so"), key=lambda path: path.stat().st_mtime_ns)
     except (OSError, RuntimeError, AttributeError):  # no home, or a torch that is built otherwise
@@ -76,13 +96,19 @@ def built_library() -> Path | None:
 
 
 def library() -> Any:
-    """The loaded native observer, or None where none is built. Raises ImportError for one that does not load."""
+    """The loaded native observer, or None where none is built. Raises ImportError for one that does not load, and
+    for one that another user could have put there."""
     path = built_library()
-    if path is not None and not _is_whole(path):
+    if path is None:
+        return None
+    reason = _why_not_trusted(path)
+    if reason is not None:
+        raise ImportError(f"others could have changed it: {reason}")
+    if not _is_whole(path):
         raise ImportError(
             f"{str(path)!r} is damaged (python -m gradtrace_recorder build makes a new one)"
         )
-    return None if path is None else _loaded(path)
+    return _loaded(path)
 
 
 @functools.cache
@@ -119,6 +145,7 @@ def _build(compiler: str, built: Path) -> None:
         _run([compiler, "-shared", *objects, *libraries, "-o", str(whole)])
         if not _is_whole(whole):
             _seal(whole)
+        whole.chmod(0o755)
         _try(whole)
         os.replace(whole, built)
 
@@ -158,6 +185,17 @@ for _ in range(2):
 y.sum().backward()
 assert (x.grad.tolist(), w.grad.tolist()) == ([2.0] * 3, [1.0] * 3), "gradients"
 assert seen == [3.0, 3.0, 12.0, 12.0], "what hooks see"
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+leaf, hooked = (w.expand(3).grad_fn.next_functions[0][0] for w in (x, w))
+hooked.register_hook(lambda given, got: None)
+nodes = [Own.apply(x).grad_fn, (x * 2).grad_fn, leaf, hooked]
+found = [library.traits(node) for node in nodes]
+assert found == [(True, False, False), (False, False, False), (False, True, False), (False, True, True)], found
 """
 
 
@@ -219,6 +257,9 @@ def _folder() -> Path:
         platform.machine(),
         *_FLAGS,
     ]
+    with contextlib.suppress(OSError):  # one's own build of torch changes under the same version
+        binary = Path(torch.__path__[0]) / "lib" / "libtorch_python.so"
+        parts.append(str(binary.stat().st_size))
     parts += [path.read_bytes() for kind in ("*.cpp", "*.h") for path in sorted(here.glob(kind))]
     release = str(torch.__version__).replace("/", "-")
     return _cache() / "native" / f"torch-{release}-{_digest(*parts)}"
@@ -236,6 +277,27 @@ def _cache() -> Path:
         return Path(chosen).absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "gradtrace"
+
+
+def _has_no_gil() -> bool:
+    """Whether this Python is one of those built to run without its global lock."""
+    return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+
+def _why_not_trusted(path: Path) -> str | None:
+    """Why another user could have put there what lies at `path`, None where only those could whom we trust already:
+    ourselves, root, and whoever installed us."""
+    trusted = {os.geteuid(), 0, Path(__file__).stat().st_uid}
+    cache = _cache()
+    for place in (path, *path.parents):
+        about = place.stat()
+        if about.st_uid not in trusted:
+            return f"{str(place)!r} belongs to user {about.st_uid}"
+        if about.st_mode & stat.S_IWOTH and not (place.is_dir() and about.st_mode & stat.S_ISVTX):
+            return f"{str(place)!r} may be written by anybody"
+        if place == cache:
+            break
+    return None
 
 
 def _digest(*parts: str | bytes) -> str:

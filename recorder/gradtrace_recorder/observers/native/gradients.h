@@ -198,13 +198,19 @@ class Gradients {
     return packed;
   }
 
+  // Throws what `check_answer` does.
   Foreign foreign(const at::Tensor& tensor) const {
     Foreign given;
     const Gil gil;
     const Owned wrapped(THPVariable_Wrap(tensor));
-    const Owned bytes(wrapped ? PyObject_CallOneArg(settings_->foreign, wrapped.get()) : nullptr);
-    if (!bytes || !PyBytes_Check(bytes.get()) || PyBytes_GET_SIZE(bytes.get()) != sizeof given) {
-      throw_raised("a summary of another size");
+    if (!wrapped) {
+      PyErr_Clear();
+      throw std::runtime_error("a gradient that Python cannot have");
+    }
+    const Owned bytes(PyObject_CallOneArg(settings_->foreign, wrapped.get()));
+    check_answer(bytes.get());
+    if (!PyBytes_Check(bytes.get()) || PyBytes_GET_SIZE(bytes.get()) != sizeof given) {
+      throw std::runtime_error("a summary of another size");
     }
     std::memcpy(&given, PyBytes_AS_STRING(bytes.get()), sizeof given);
     return given;

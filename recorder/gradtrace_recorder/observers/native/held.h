@@ -18,9 +18,11 @@ class Held {
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
   static void take(Journal& journal) {
-    if (!journal.lock.try_lock()) {
+    while (!journal.lock.try_lock()) {
       Py_BEGIN_ALLOW_THREADS
+      // It is not kept: hooks would be held up until the GIL comes back.
       journal.lock.lock();
+      journal.lock.unlock();
       Py_END_ALLOW_THREADS
     }
   }

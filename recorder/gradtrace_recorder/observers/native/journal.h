@@ -20,6 +20,8 @@
 
 namespace gradtrace {
 
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the journal's numbers are little-endian");
+
 constexpr int kMostSlots = 64, kPlaceFields = 7;
 
 // What a thread is about to run, as the journal's RUNNING has it.

@@ -11,6 +11,25 @@
 namespace gradtrace {
 namespace {
 
+#pragma pack(push, 1)
+struct PlaceEntry {
+  int64_t moved_ns;
+  uint32_t kind, name;
+  int32_t root, call_index, step, microbatch, backward_index, spare;
+  int64_t moved_ns_again;
+};
+#pragma pack(pop)
+
+constexpr int64_t kMostRecordBytes = 2048;
+
+// Whether the layout is the one that is compiled in here, as far as that shows.
+bool is_known(const Layout& l) {
+  return l.thread_slots <= kMostSlots && l.drop_bytes == sizeof(Journal::Drop) &&
+      l.place_bytes == sizeof(PlaceEntry) &&
+      l.thread_bytes == l.thread_head + l.thread_depth * static_cast<int64_t>(sizeof(RunningEntry)) &&
+      l.record_bytes >= 64 && l.record_bytes <= kMostRecordBytes && l.record_bytes % 8 == 0 && l.records_offset % 8 == 0;
+}
+
 PyObject* journal_new(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* self = type->tp_alloc(type, 0);
   if (!self) {
@@ -81,7 +100,7 @@ PyObject* journal_open(PyObject* self, PyObject* args) {
   if (PyErr_Occurred()) {
     return nullptr;
   }
-  if (l.thread_slots > kMostSlots || l.drop_bytes != sizeof(Journal::Drop)) {
+  if (!is_known(l)) {
     PyErr_SetString(PyExc_ValueError, "a layout of the journal that this library does not know");
     return nullptr;
   }
@@ -89,7 +108,7 @@ PyObject* journal_open(PyObject* self, PyObject* args) {
   for (Py_ssize_t at = 0; PyDict_Next(formats, &at, &kind, &codes);) {
     const long number = PyLong_AsLong(kind);
     const char* text = PyUnicode_AsUTF8(codes);
-    if (!text || number < 0 || number >= kMostKinds) {
+    if (!text || number < 0 || number >= kMostKinds || bytes_of(text, summary_bytes) > l.record_bytes - 16) {
       return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "kind %ld", number);
     }
     (*of(self)->formats)[number] = text;
@@ -139,7 +158,7 @@ PyObject* journal_append(PyObject* self, PyObject* const* args, Py_ssize_t count
   if (static_cast<Py_ssize_t>(codes.size()) != count) {
     return PyErr_Format(PyExc_ValueError, "a record of kind %lld has %zu values", kind, codes.size());
   }
-  alignas(8) char record[2048];
+  alignas(8) char record[kMostRecordBytes];
   char* at = record + 8;
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (!put(at, codes[i], args[i], of(self)->summary_bytes)) {
@@ -221,15 +240,6 @@ PyObject* journal_pop(PyObject* self, PyObject* thread) {
   core_of(self).pop(number);
   Py_RETURN_NONE;
 }
-
-#pragma pack(push, 1)
-struct PlaceEntry {
-  int64_t moved_ns;
-  uint32_t kind, name;
-  int32_t root, call_index, step, microbatch, backward_index, spare;
-  int64_t moved_ns_again;
-};
-#pragma pack(pop)
 
 // move(thread, moved_ns, place)
 PyObject* journal_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {

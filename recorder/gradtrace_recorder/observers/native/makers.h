@@ -26,9 +26,7 @@ void begin_making(const Settings& settings, Maker& maker, PyObject* frame) {
   const Gil gil;
   const Owned told(PyObject_CallFunction(
       settings.begins, "KO", static_cast<unsigned long long>(at::sequence_number::peek()), frame));
-  if (!told) {
-    throw_raised();
-  }
+  check_answer(told.get());
   maker.is_making = true;
 }
 
@@ -40,9 +38,7 @@ void end_making(const Settings& settings, Maker& maker) {
   const Gil gil;
   const Owned told(
       PyObject_CallFunction(settings.ends, "K", static_cast<unsigned long long>(at::sequence_number::peek())));
-  if (!told) {
-    throw_raised();
-  }
+  check_answer(told.get());
 }
 
 } // namespace

@@ -114,6 +114,25 @@ void hook_leaf(Attached& own, const NodePtr& leaf, uint32_t name, const LeafName
   hook(own, leaf, state);
 }
 
+// A job that makes a model for every step must not fill our memory: names that nobody else holds go. Each time there are
+// twice as many as were left.
+void forget_the_dead(Settings& settings) {
+  auto& leaves = settings.leaves;
+  if (leaves.size() < settings.most_leaves) {
+    return;
+  }
+  settings.forget_places(); // they refer to names
+  for (auto one = leaves.begin(); one != leaves.end();) {
+    if (Py_REFCNT(one->first) > 1) {
+      ++one;
+      continue;
+    }
+    const Owned named(one->second.named), frame(one->second.frame);
+    one = leaves.erase(one);
+  }
+  settings.most_leaves = 2 * leaves.size() + kFewestLeaves;
+}
+
 // Where `Names` (gradtrace_recorder/naming.py) says that a tensor is held, and what its Node is called; it has proved
 // nothing yet. Null where that is not known, or with an exception set.
 const LeafPlace* place_of(Settings& settings, PyObject* variable, PyObject* places, PyObject* leaf) {
@@ -140,6 +159,7 @@ const LeafPlace* place_of(Settings& settings, PyObject* variable, PyObject* plac
       return nullptr;
     }
     names.is_parameter = PyUnicode_CompareWithASCIIString(kind.get(), "parameter") == 0;
+    forget_the_dead(settings);
     names.named = Py_NewRef(named.get());
     Py_INCREF(names.frame);
     known = settings.leaves.emplace(named.get(), names).first;

@@ -32,6 +32,10 @@ PyObject* settings_new(PyTypeObject* type, PyObject* args, PyObject*) {
           &fields, &summary, &PyTuple_Type, &names, &foreign, &begins, &ends)) {
     return nullptr;
   }
+  if (reinterpret_cast<PyJournal*>(journal)->summary_bytes != sizeof(Packed)) {
+    PyErr_SetString(PyExc_ValueError, "summaries of another layout than this library's");
+    return nullptr;
+  }
   auto settings = std::make_shared<Settings>();
   settings->journal = *reinterpret_cast<PyJournal*>(journal)->core;
   settings->zero_ns = zero_ns;
@@ -86,6 +90,9 @@ PyObject* settings_new(PyTypeObject* type, PyObject* args, PyObject*) {
       return nullptr;
     }
     *field.place = PyLong_AsLongLong(offset);
+  }
+  if (PyErr_Occurred()) {
+    return nullptr;
   }
   unsigned int numbers[6];
   if (!PyArg_ParseTuple(
@@ -267,6 +274,22 @@ PyObject* move_lists(PyObject*, PyObject* object) {
   });
 }
 
+// traits(node) -> (is defined in Python, accumulates a gradient, others have hooks on it). `build.py` tries them: they
+// rest on names of types that torch does not export.
+PyObject* traits(PyObject*, PyObject* object) {
+  return guarded([&]() -> PyObject* {
+    const NodePtr node = pointer_to(object);
+    if (!node) {
+      return PyErr_Format(PyExc_TypeError, "no Node");
+    }
+    const Node& of = *node;
+    const bool is_one = is_leaf(of);
+    return Py_BuildValue(
+        "(NNN)", PyBool_FromLong(is_python_node(typeid(of))), PyBool_FromLong(is_one),
+        PyBool_FromLong(is_one && has_hooks(static_cast<const AccumulateGrad&>(of))));
+  });
+}
+
 PyObject* set_vectors(PyObject*, PyObject* wanted) {
   const long most = PyLong_AsLong(wanted);
   return most == -1 && PyErr_Occurred() ? nullptr : PyLong_FromLong(use_vectors(static_cast<int>(most)));
@@ -280,6 +303,7 @@ PyMethodDef functions[] = {
     {"scalar", scalar, METH_O, "The value of a plain tensor of one element."},
     {"calls_run", calls_run, METH_O, "Whether so many calls of modules run on this thread."},
     {"move_lists", move_lists, METH_O, "Hooks that hand back what they get."},
+    {"traits", traits, METH_O, "What the library makes out of a Node."},
     {"use_vectors", set_vectors, METH_O, "Use no wider vectors: 0 none, 1 AVX2, 2 AVX-512; what is used."},
     {nullptr, nullptr, 0, nullptr}};
 

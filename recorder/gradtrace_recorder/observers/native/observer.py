@@ -7,17 +7,17 @@ some hook is told of. Each is counted by reason.
 
 from __future__ import annotations
 
-import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from gradtrace_recorder.attribution import Attribution, Frame
+from gradtrace_recorder.attribution import Frame
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ParameterName
+from gradtrace_recorder.observers.native.asked import foreign, makers
 from gradtrace_recorder.observers.native.choice import Native
 from gradtrace_recorder.observers.native.journal import NativeJournal
 from gradtrace_recorder.observers.node_hooks import NO_SEQUENCE_NUMBER, NodeHooks
@@ -31,12 +31,10 @@ from gradtrace_recorder.observers.python import (
 from gradtrace_recorder.observers.release import release_waiting
 from gradtrace_recorder.recording import Recording
 from gradtrace_recorder.summaries.device.backends import BACKENDS
-from gradtrace_recorder.summaries.summariser import Summariser, shape_fields, unasked
 from gradtrace_recorder.summaries.values import NOTHING, as_bytes
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.journal import (
     KINDS,
-    MAX_DIMENSIONS,
     NULL_BOOL,
     NULL_FLOAT,
     NULL_INT32,
@@ -46,7 +44,6 @@ from gradtrace_schemas.journal import (
     record_dtype,
 )
 
-_SHAPE = struct.Struct(f"<B{MAX_DIMENSIONS}q")
 # Then the engine has threads of its own, which run Nodes of any pass.
 _HAS_DEVICES = hasattr(torch, "accelerator") and torch.accelerator.is_available()
 # A leaf's names: root, its module's and its own as numbers of strings, the frame that stands for its module.
@@ -179,8 +176,8 @@ class _Shared:
             _offsets(),
             recording.settings.summary,
             (*names, string("grad_output"), string("grad_input")),
-            _foreign(recording.summariser),
-            _makers(recording.attribution),
+            foreign(recording.summariser),
+            makers(recording.attribution),
         )
 
     def begin(self, watch: NativePassWatch) -> Any:
@@ -195,35 +192,6 @@ class _Shared:
         holder = named.fqn.rpartition(".")[0]
         frame = Frame(named.root, holder, string(holder), NULL_INT32, None, True)
         return named.root, string(holder), string(named.fqn), frame
-
-
-def _foreign(summariser: Summariser) -> Callable[[torch.Tensor], bytes]:
-    """What C++ asks about a tensor that it does not read: its shape and summary. It holds no recording: C++ holds it.
-
-    Called in a hook, on any thread.
-    """
-
-    def shape_and_summary(tensor: torch.Tensor) -> bytes:
-        with unasked():
-            return _SHAPE.pack(*shape_fields(tensor)) + as_bytes(summariser.of_gradient(tensor))
-
-    return shape_and_summary
-
-
-def _makers(
-    attribution: Attribution,
-) -> tuple[Callable[[int, Frame], None], Callable[[int], None]]:
-    """What C++ tells of a Node that may make others: it begins, it ends. They hold no recording either.
-
-    Called in a hook, on the thread that runs the Node.
-    """
-
-    def ends(number: int) -> None:
-        began = attribution.node_ends(number)
-        if began is not None and attribution.must_tag:
-            attribution.tag((), began, number, ())  # without their outputs they cannot be told
-
-    return attribution.node_begins, ends
 
 
 class NativePassWatch(PassWatch):
@@ -314,7 +282,10 @@ class NativePassWatch(PassWatch):
         culprit = super().close(failed=failed)
         if not self._is_released:
             self._is_released = True
-            self._observer.let_go(self._native, self._outer)
+            if not failed or self.recording.names.device is None:
+                self._observer.let_go(self._native, self._outer)
+            # Else they stay on, and do nothing: a device's thread may still read hooks of the Node that it was running
+            # when another one failed.
             self.totals.recorder_ns += own_ns
             if late_hooks:
                 reason = "a hook on a parameter came while the pass ran"

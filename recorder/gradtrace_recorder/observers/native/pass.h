@@ -117,7 +117,8 @@ class Pass {
     }
   }
 
-  // The Node has run: `incoming` is what it got, `outgoing` what it gave.
+  // The Node has run: `incoming` is what it got, `outgoing` what it gave. Throws what a signal handler of the job's raised
+  // while Python was asked, and nothing else.
   void after(NodeState& state, const variable_list& outgoing, const variable_list& incoming) {
     if (!is_open.load(std::memory_order_acquire)) {
       return;

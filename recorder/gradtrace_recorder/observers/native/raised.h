@@ -1,4 +1,4 @@
-// What Python raised while a hook called it. Part of observer.cpp.
+// What Python answers a hook. Part of observer.cpp.
 #pragma once
 
 #include "python.h"
@@ -24,26 +24,22 @@ class Gil {
   const PyGILState_STATE state_;
 };
 
-// With the GIL. An `Exception` is a failure of ours, which is over when its text is known. All else (an interrupt, an
-// exit: Python handles signals wherever it runs) is the job's, and goes on as a `python_error`, which the engine knows.
-[[noreturn]] void throw_raised(const char* otherwise = "an exception without a text") {
-  if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+// With the GIL: what Python gave back that a hook asked. A text tells a failure of ours, and is thrown as a
+// std::runtime_error. What was raised is the job's, Ctrl-C or what its signal handler raises (Python handles signals wherever
+// it runs), and goes on as a `python_error`, which the engine knows.
+void check_answer(PyObject* answer) {
+  if (!answer) {
     python_error of_the_job;
     of_the_job.persist();
     throw of_the_job;
   }
-  PyObject *type, *value, *traceback;
-  PyErr_Fetch(&type, &value, &traceback);
-  std::string text = type ? reinterpret_cast<PyTypeObject*>(type)->tp_name : otherwise;
-  PyObject* said = value ? PyObject_Str(value) : nullptr;
-  const char* utf8 = said ? PyUnicode_AsUTF8(said) : nullptr;
-  text += utf8 ? std::string(": ") + utf8 : "";
-  PyErr_Clear();
-  Py_XDECREF(said);
-  Py_XDECREF(type);
-  Py_XDECREF(value);
-  Py_XDECREF(traceback);
-  throw std::runtime_error(text);
+  if (PyUnicode_Check(answer)) {
+    const char* utf8 = PyUnicode_AsUTF8(answer);
+    if (!utf8) {
+      PyErr_Clear();
+    }
+    throw std::runtime_error(utf8 ? utf8 : "a failure whose text is none");
+  }
 }
 
 } // namespace

@@ -98,6 +98,8 @@ struct NodeName {
 // What all passes of a recording share.
 struct Buffers;
 
+constexpr size_t kFewestLeaves = 256;
+
 struct Settings {
   std::shared_ptr<Journal> journal;
   Fields fields = {};
@@ -108,10 +110,12 @@ struct Settings {
   uint32_t incoming = 0, outgoing = 0;
   int64_t zero_ns = 0;
   TickLength tick_length; // under the GIL
-  PyObject* foreign = nullptr; // (tensor) -> bytes of Foreign; called with the GIL
-  // (number, call) and (number): a Node that may make others begins and ends, at these numbers of Nodes; the same
+  // These are asked with the GIL. They give a failure of ours back as its text; what they raise is the job's.
+  PyObject* foreign = nullptr; // (tensor) -> bytes of Foreign
+  // (number, call) and (number): a Node that may make others begins and ends, at these numbers of Nodes.
   PyObject *begins = nullptr, *ends = nullptr;
   std::unordered_map<PyObject*, LeafNames> leaves; // by the name's identity; under the GIL
+  size_t most_leaves = kFewestLeaves;              // then those of models that are gone are looked for
   std::unordered_map<PyObject*, LeafPlace> leaf_places; // by the variable; under the GIL
   long long places_given = -1;                          // how often Python had given names when they were asked for
   std::unordered_map<const std::type_info*, NodeName> node_names; // under the GIL
