@@ -256,16 +256,8 @@ ODD_JOBS: list[Callable[[], Any]] = [
 
 # What is left to Python of each, by reason: the rest is watched in C++.
 LEFT: dict[str, dict[str, dict[str, int]]] = {
-    "of_a_function": {"python_nodes": {"defined in Python": 4}},
-    "of_a_reentrant_checkpoint": {
-        "python_nodes": {"defined in Python": 1},
-        "python_passes": {"inside or beside another pass": 1},
-    },
-    "of_a_second_derivative": {"python_passes": {"create_graph": 1}},
     "of_hooks": {"python_nodes": {"a hook sees the gradient first": 1}},
     "of_a_nested_pass": {"python_passes": {"inside or beside another pass": 1}},
-    "of_a_failure": {"python_nodes": {"defined in Python": 1}},
-    "of_a_failed_stage": {"python_nodes": {"defined in Python": 1}},
 }
 
 

@@ -74,10 +74,10 @@ class PassWatch:
 
     __slots__ = (
         "_handles", "_hooked_leaves", "_is_alone", "_replay", "_stand_ins", "accumulates", "append", "backward_index",
-        "culprit", "failed", "flight", "follows_half", "gradient_ready", "guard", "half", "half_done", "incoming", "indexes",
-        "may_begin_with_leaf", "microbatch", "node_count", "node_times", "ok", "outgoing", "phase", "pop_running",
-        "push_running", "recording", "root_node_name", "running", "stage_index", "step", "task", "totals",
-        "unattributed_count", "zero_ns",
+        "culprit", "failed", "flight", "follows_half", "gradient_ready", "guard", "half", "half_done", "incoming",
+        "indexes", "may_begin_with_leaf", "microbatch", "node_count", "node_times", "ok", "outgoing", "phase",
+        "pop_running", "push_running", "recording", "root_node_name", "running", "stage_index", "step", "task",
+        "totals", "unattributed_count", "zero_ns",
     )  # fmt: skip
 
     def __init__(self, recording: Recording, guard: Guard, call: EngineCall) -> None:
