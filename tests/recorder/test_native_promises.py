@@ -215,6 +215,23 @@ def test_hooks_of_a_failed_pass_stay_on_where_a_device_may_still_read_them(
     assert rows(tmp_path / "run", count) == [(0, 1, 1), (1, 5, 5)]
 
 
+def test_a_compiled_backward_inside_a_pass_is_not_disturbed(tmp_path: Path) -> None:
+    """Both share a parameter's Node, and compiled autograd asks every hook there."""
+    from torch._dynamo import compiled_autograd
+
+    weight = nn.Parameter(torch.ones(3))
+
+    def compiled(_: torch.Tensor) -> None:
+        with torch.enable_grad(), compiled_autograd._enable(torch.compile(backend="eager")):
+            (weight * 3).sum().backward()
+
+    with recording(tmp_path / "run", observer="native"):
+        out = weight * 2
+        out.register_hook(compiled)
+        out.sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [5.0] * 3
+
+
 _WAITING = """
 import sys, threading, time
 from pathlib import Path

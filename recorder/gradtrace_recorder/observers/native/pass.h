@@ -340,7 +340,15 @@ void hook_is_gone(void* hook) noexcept {
   reinterpret_cast<HookPlace*>(place)->pass->let_go();
 }
 
-struct Before : torch::autograd::FunctionPreHook {
+// Compiled autograd, in a pass inside or beside this one, asks each hook of a Node that both share, and fails on one of
+// C++'s that does not answer. Nothing is to be compiled of ours. One of the two overrides torch's: it became const.
+template <class Base>
+struct NotCompiled : Base {
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) {}
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const {}
+};
+
+struct Before : NotCompiled<torch::autograd::FunctionPreHook> {
   explicit Before(NodeState& state) : state_(state) {}
   variable_list operator()(const variable_list& incoming) override {
     state_.before.pass->before(state_, incoming);
@@ -354,7 +362,7 @@ struct Before : torch::autograd::FunctionPreHook {
   NodeState& state_;
 };
 
-struct After : torch::autograd::FunctionPostHook {
+struct After : NotCompiled<torch::autograd::FunctionPostHook> {
   explicit After(NodeState& state) : state_(state) {}
   variable_list operator()(const variable_list& outgoing, const variable_list& incoming) override {
     state_.after.pass->after(state_, outgoing, incoming);
