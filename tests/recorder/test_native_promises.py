@@ -207,12 +207,29 @@ def test_hooks_of_a_failed_pass_stay_on_where_a_device_may_still_read_them(
         leaf = next(node for node, _ in out.grad_fn.next_functions if node is not None)
         with pytest.raises(ValueError, match="on purpose"):
             out.sum().backward(retain_graph=True)
-        assert library().traits(leaf) == (False, True, device == "meta")
+        assert library().traits(leaf) == (False, True, False, int(device == "meta"))
         hook.remove()
         out.sum().backward()
         del out, leaf
     count = "SELECT backward_index, count(DISTINCT event_index), count(*) FROM node_events GROUP BY 1 ORDER BY 1"
     assert rows(tmp_path / "run", count) == [(0, 1, 1), (1, 5, 5)]
+
+
+def test_a_compiled_backward_inside_a_pass_is_not_disturbed(tmp_path: Path) -> None:
+    """Both share a parameter's Node, and compiled autograd asks every hook there."""
+    from torch._dynamo import compiled_autograd
+
+    weight = nn.Parameter(torch.ones(3))
+
+    def compiled(_: torch.Tensor) -> None:
+        with torch.enable_grad(), compiled_autograd._enable(torch.compile(backend="eager")):
+            (weight * 3).sum().backward()
+
+    with recording(tmp_path / "run", observer="native"):
+        out = weight * 2
+        out.register_hook(compiled)
+        out.sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [5.0] * 3
 
 
 _WAITING = """

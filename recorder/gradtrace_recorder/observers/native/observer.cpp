@@ -274,8 +274,8 @@ PyObject* move_lists(PyObject*, PyObject* object) {
   });
 }
 
-// traits(node) -> (is defined in Python, accumulates a gradient, others have hooks on it). `build.py` tries them: they
-// rest on names of types that torch does not export.
+// traits(node) -> (is defined in Python, accumulates a gradient, others have hooks on it, how many hooks of ours are).
+// `build.py` tries them: they rest on names of types that torch does not export.
 PyObject* traits(PyObject*, PyObject* object) {
   return guarded([&]() -> PyObject* {
     const NodePtr node = pointer_to(object);
@@ -284,9 +284,12 @@ PyObject* traits(PyObject*, PyObject* object) {
     }
     const Node& of = *node;
     const bool is_one = is_leaf(of);
+    const auto ours = std::count_if(of.post_hooks().begin(), of.post_hooks().end(), [](const auto& hook) {
+      return dynamic_cast<const OursAfter*>(hook.get()) != nullptr;
+    });
     return Py_BuildValue(
-        "(NNN)", PyBool_FromLong(is_python_node(typeid(of))), PyBool_FromLong(is_one),
-        PyBool_FromLong(is_one && has_hooks(static_cast<const AccumulateGrad&>(of))));
+        "(NNNn)", PyBool_FromLong(is_python_node(typeid(of))), PyBool_FromLong(is_one),
+        PyBool_FromLong(is_one && has_hooks(static_cast<const AccumulateGrad&>(of))), static_cast<Py_ssize_t>(ours));
   });
 }
 
