@@ -230,8 +230,10 @@ class Summariser:
         ):
             # Reading its values would synchronise.
             return f"on {tensor.device.type}"
-        subclasses = sys.modules.get("torch._subclasses.fake_tensor")
-        if subclasses is not None and isinstance(tensor, subclasses.FakeTensor):
+        fake = sys.modules.get("torch._subclasses.fake_tensor")
+        if isinstance(
+            tensor, getattr(fake, "FakeTensor", ())
+        ):  # another thread may be importing it
             return "fake tensor"
         if torch._C._get_tracing_state() is not None:
             return "tracing"

@@ -79,15 +79,16 @@ class NativeObserver(PythonObserver):
             self._records_nodes = recording.settings.records("nodes")
         shared = self._of[1]
         reason = self._why_python(recording, outputs)
-        if reason is None:
-            outer = self._outer(recording, call)
-            if outer is not None:
-                if self._waiting and not outer:
-                    self.release_waiting()
-                watch = NativePassWatch(self, shared, recording, self._guard, call, outer)
-                if watch.attach_apart(outputs):
-                    return watch
-            reason = "inside or beside another pass"
+        outer = self._outer(recording, call) if reason is None else None
+        if outer is not None and recording.attribution.has_several_threads:
+            reason = "modules on several threads"
+        elif outer is not None:
+            if self._waiting and not outer:
+                self.release_waiting()
+            watch = NativePassWatch(self, shared, recording, self._guard, call, outer)
+            if watch.attach_apart(outputs):
+                return watch
+        reason = reason or "inside or beside another pass"
         shared.native.python_passes[reason] += 1
         return super().watch(recording, outputs, call)
 
@@ -134,8 +135,6 @@ class NativeObserver(PythonObserver):
             return "summaries are made on a device"
         if recording.device_times.of_nodes:
             return "Nodes are timed on a device"
-        if recording.attribution.has_several_threads:
-            return "modules on several threads"
         return None
 
 
