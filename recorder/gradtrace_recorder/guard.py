@@ -6,6 +6,9 @@ import signal
 import sys
 import traceback
 
+# A job may interrupt us at our start, and go on; a start that it interrupts each time would be all that it does.
+MOST_INTERRUPTS = 3
+
 
 class Problems:
     """What went wrong inside the recorder: kept for the run, said once on stderr.

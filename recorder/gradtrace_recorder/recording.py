@@ -71,6 +71,7 @@ class Gate:
         self._open = open_recording
         self._tried = False
         self._opening = False
+        self._tries_once = True
         self._lock = threading.RLock()  # several threads may come first at once
 
     def enter(self) -> Recording | None:
@@ -78,12 +79,16 @@ class Gate:
         if self.recording is None and not self._tried:
             with self._lock:
                 if not self._opening and not self._tried:
-                    self._opening = True
+                    self._opening = self._tries_once = True
                     try:
                         self.recording = self._open()
                     finally:
-                        self._tried = True
+                        self._opening = self._tried = self._tries_once
         return self.recording
+
+    def try_again(self) -> None:
+        """What opens it was interrupted before it left anything behind: the next event opens it."""
+        self._tries_once = False
 
     def shut(self) -> None:
         """No more events, and no second opening."""

@@ -15,7 +15,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from gradtrace_recorder.guard import Guard, Problems, say
+from gradtrace_recorder.guard import MOST_INTERRUPTS, Guard, Problems, say
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.settings import Settings
 from gradtrace_recorder.sources.ddp import DdpSource
@@ -46,6 +46,7 @@ class Session:
         self.pipeline = PipelineSource(self.gate, Guard("pipeline source", self.problems))
         self._sources = (ddp, fsdp, self.modules, engine, self.optimizers, self.pipeline)
         self._live: _Live | None = None
+        self._interrupts = 0
         self._pid = os.getpid()
 
     def arm(self) -> None:
@@ -82,6 +83,7 @@ class Session:
         from gradtrace_recorder.claim import NotOurs
         from gradtrace_recorder.summaries.summariser import unseen
 
+        begins = False
         try:
             if identity.is_data_worker():
                 self.gate.shut()
@@ -91,6 +93,8 @@ class Session:
                 self.gate.shut()
                 return None
             autocast = environment.autocast()
+            _load()
+            begins = True
             with unseen():  # the first event may come inside the job's modes
                 self._live = _Live(self.settings, who, self.problems, autocast)
             return self._live.recording
@@ -107,6 +111,16 @@ class Session:
             if self.problems.strict:
                 raise
             return None
+        except BaseException as interrupt:  # the job's, which may go on
+            self._interrupts += 1
+            if begins or self._interrupts > MOST_INTERRUPTS:
+                say(
+                    f"nothing is recorded into {self.settings.directory!r}: {type(interrupt).__name__} came "
+                    "while the recording began"
+                )
+            else:
+                self.gate.try_again()
+            raise
 
     def forked(self) -> None:
         """In a forked child: a worker of a recording process records nothing, and writes nothing of ours."""
@@ -136,6 +150,15 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _load() -> None:
+    """Load what a recording needs: nearly all of the time that it takes to begin."""
+    import gradtrace_recorder.drain
+    import gradtrace_recorder.flight
+    import gradtrace_recorder.rows
+    import gradtrace_recorder.summaries.device.join
+    import gradtrace_recorder.versions  # noqa: F401
 
 
 class _Live:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradtrace_recorder.call_sites import called_from
 from gradtrace_recorder.dynamo import never_compiled
-from gradtrace_recorder.guard import say
+from gradtrace_recorder.guard import MOST_INTERRUPTS, say
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.settings import Settings
 from gradtrace_recorder.stages import STAGES
@@ -40,6 +40,7 @@ class Tripwire:
         self._handles: list[RemovableHandle] = []
         self._engine: Any = None
         self._is_springing = False
+        self._interrupts = 0
         self._lock = threading.RLock()  # several threads may come first at once
 
     def set(self) -> None:
@@ -91,6 +92,13 @@ class Tripwire:
                 )
                 if self._settings.strict:
                     raise
+            except BaseException:  # an interrupt, which is the job's: the next event tries again
+                self._interrupts += 1
+                self._is_springing = self._engine is None or self._interrupts > MOST_INTERRUPTS
+                if self._is_springing:
+                    self._clear()
+                    say("nothing is recorded: interrupted at its start; the job goes on without")
+                raise
         return self.session
 
     def stop(self, timeout: float) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +48,40 @@ def test_interrupt_at_the_beginning_of_a_pass_leaves_nothing_behind(
     assert first == second
     told = json.loads((run / "ranks" / "rank=00000-0.json").read_text()).get("observer")
     assert told is None or told["python_passes"] == {}
+
+
+# The alarm comes while what the recorder needs is being loaded, which takes the longest.
+EARLY = """
+import signal, sys, torch
+
+class Alarm(BaseException):
+    pass
+
+def alarm(*_):
+    raise Alarm
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pyarrow":
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGALRM)
+
+signal.signal(signal.SIGALRM, alarm)
+sys.meta_path.insert(0, Finder())
+net = torch.nn.Linear(2, 2)
+for _ in range(3):
+    try:
+        net(torch.ones(1, 2)).sum().backward()
+        print("fine")
+    except Alarm:
+        print("interrupted")
+"""
+
+
+def test_interrupt_while_the_recording_starts_delays_it(tmp_path: Path) -> None:
+    environment = os.environ | {"GRADTRACE_DIR": str(tmp_path / "run"), "OMP_NUM_THREADS": "1"}
+    job = subprocess.run(
+        [sys.executable, "-c", EARLY], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert (job.stdout.split(), job.stderr) == (["interrupted", "fine", "fine"], "")
+    assert rows(tmp_path / "run", "SELECT count(*) FROM backward_passes") == [(2,)]
