@@ -20,7 +20,7 @@ Numbers summarised_as(const void* data, int dimensions, const int64_t* sizes, co
   }
   const WordOf<kind>* words = static_cast<const WordOf<kind>*>(data);
   const int nearest = nearest_of(left, s);
-  if (product_of(left, n, nearest + 1) >= kNarrow && nearest < left - 1) {
+  if (nearest < left - 1 && !is_near(s[left - 1]) && product_of(left, n, nearest + 1) >= kNarrow) {
     // Not on the stack, of which a thread of the job's may have little.
     std::make_unique<Strips<kind, whole>>(left, n, s, nearest, adder)->add_all(words, n, s);
     return adder.all();

@@ -82,7 +82,7 @@ void gather_matrix(
     }
     return;
   }
-  if (rows == 1 || row_stride == 0 || std::abs(row_stride) >= std::abs(column_stride)) {
+  if (rows == 1 || row_stride == 0 || is_near(column_stride) || std::abs(row_stride) >= std::abs(column_stride)) {
     for (int64_t i = 0; i < rows; ++i) {
       gather_row(from + i * row_stride, columns, column_stride, to + i * columns);
     }
