@@ -68,6 +68,10 @@ def test_summaries_of_chosen_shapes(every_vectors: Callable[[], Iterator[Any]]) 
                 one[: 20 * 24 * 26].view(24, 26, 20).permute(2, 1, 0),
                 one[: 130 * 140].view(130, 140)[:, ::2],
                 one[: 130 * 140].view(130, 140)[::2, ::3].T,
+                one[: 2 * 3 * 90 * 80].view(2, 90, 80, 3).permute(0, 3, 1, 2),
+                one[: 3 * 5000].view(5000, 3).T,
+                one[: 4 * 33 * 24].view(4, 33, 3, 8).permute(0, 2, 1, 3),  # rows of heads
+                one[: 7 * 130 * 51].view(7, 130, 51).transpose(0, 1),
                 one[:300, None].expand(300, 140),
                 one[None, :300].expand(140, 300),
                 one[: 60 * 500].view(60, 500)[:, 3:490],

@@ -20,9 +20,11 @@ Numbers summarised_as(const void* data, int dimensions, const int64_t* sizes, co
   }
   const WordOf<kind>* words = static_cast<const WordOf<kind>*>(data);
   const int nearest = nearest_of(left, s);
-  if (product_of(left, n, nearest + 1) >= kNarrow && nearest < left - 1) {
+  if (nearest < left - 1 && !is_near(s[left - 1]) && product_of(left, n, nearest + 1) >= kNarrow) {
     // Not on the stack, of which a thread of the job's may have little.
-    std::make_unique<Strips<kind, whole>>(left, n, s, nearest, adder)->add_all(words, n, s);
+    using Own = Strips<kind, whole>;
+    static_assert(std::is_trivially_destructible_v<Own>);
+    (new (room_of_thread(sizeof(Own))) Own(left, n, s, nearest, adder))->add_all(words, n, s);
     return adder.all();
   }
   int64_t position = 0;
@@ -30,6 +32,10 @@ Numbers summarised_as(const void* data, int dimensions, const int64_t* sizes, co
     add_run(held, count, position, 0, adder);
     position += count;
   };
+  if (s[left - 1] == 1 && n[left - 1] <= kShortRow) {
+    gather_rows(words, left, n, s, give);
+    return adder.all();
+  }
   Gatherer<WordOf<kind>, decltype(give)> gatherer(product_of(left, n, 0), give);
   gatherer.walk(words, left, n, s);
   gatherer.give(true);

@@ -1,5 +1,5 @@
 // The tensor summary in one pass over memory. Its laws stand in gradtrace_schemas/summary.py, and the tests hold this
-// against that reference. Nothing here knows torch or Python; nothing allocates but the gatherer's own buffer.
+// against that reference. Nothing here knows torch or Python; a thread keeps some memory for strided tensors.
 #pragma once
 
 #include <cstddef>
@@ -38,8 +38,8 @@ Numbers summarised(
     const int64_t* strides,
     bool whole);
 
-// Whether two tensors over the same memory have the same elements in the same logical order, such as one and its view with
-// another dimension of size 1.
+// Whether two tensors over the same memory have the same elements in the same logical order, such as one and its view
+// with another dimension of size 1.
 bool is_same_order(
     int dimensions,
     const int64_t* sizes,

@@ -1,12 +1,13 @@
-// A strided tensor in logical order: gathered into a buffer, and handed on in whole chunks; or one element, expanded. Part
-// of summary.cpp.
+// A strided tensor in logical order: gathered into a buffer, and handed on in pieces of it; or one element, expanded.
+// Part of summary.cpp.
 #pragma once
 
 #include "summary_wide.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
-#include <memory>
+#include <new>
 #include <type_traits>
 
 namespace gradtrace {
@@ -58,17 +59,72 @@ using WordOf = std::conditional_t<
     uint64_t,
     std::conditional_t<width_of(kind) == 4, uint32_t, uint16_t>>;
 
-// As `memcpy`, without a call for short rows of a usual size, such as those of attention heads.
-inline void copy_row(const void* from, void* to, size_t bytes) {
-  constexpr size_t some = 16;
-  if (bytes % some || bytes > 16 * some) {
-    std::memcpy(to, from, bytes);
-    return;
+// Memory of this thread's for whatever it summarises: to ask for it each time takes system calls. Who has it has it
+// until the next that asks.
+inline void* room_of_thread(size_t bytes) {
+  struct Room {
+    void* memory = nullptr;
+    size_t size = 0;
+    ~Room() {
+      std::free(memory);
+    }
+  };
+  static thread_local Room room;
+  if (room.size < bytes) {
+    std::free(room.memory);
+    room.size = (bytes + 4095) / 4096 * 4096;
+    room.memory = std::aligned_alloc(64, room.size);
+    if (!room.memory) {
+      room.size = 0;
+      throw std::bad_alloc();
+    }
   }
-  for (size_t at = 0; at < bytes; at += some) {
-    std::memcpy(static_cast<char*>(to) + at, static_cast<const char*>(from) + at, some);
-  }
+  return room.memory;
 }
+
+// Where rows or columns of several dimensions begin, from the first on, in logical order.
+class Starts {
+ public:
+  Starts(int dimensions, const int64_t* sizes, const int64_t* strides)
+      : dimensions_(dimensions), sizes_(sizes), strides_(strides) {}
+
+  // The next, at most so many. None once after the last, and then from the first on again.
+  int64_t next(int64_t* starts, int64_t most) {
+    int64_t made = 0;
+    const int last = dimensions_ - 1;
+    while (made < most && !is_over_) {
+      const int64_t run = std::min(most - made, sizes_[last] - index_[last]);
+      for (int64_t k = 0; k < run; ++k) {
+        starts[made + k] = at_ + k * strides_[last];
+      }
+      made += run;
+      at_ += run * strides_[last];
+      index_[last] += run;
+      for (int d = last; index_[d] == sizes_[d]; --d) {
+        at_ -= sizes_[d] * strides_[d];
+        index_[d] = 0;
+        if (d == 0) {
+          is_over_ = true;
+          break;
+        }
+        ++index_[d - 1];
+        at_ += strides_[d - 1];
+      }
+    }
+    if (!made) {
+      is_over_ = false;
+    }
+    return made;
+  }
+
+ private:
+  const int dimensions_;
+  const int64_t* const sizes_;
+  const int64_t* const strides_;
+  int64_t index_[kMostDimensions] = {};
+  int64_t at_ = 0;
+  bool is_over_ = false;
+};
 
 // Copies `rows` x `columns` in logical order. Where the rows are nearer to each other in memory than the columns (a
 // transposed matrix), memory is read along them, in tiles. There is room for a line more.
@@ -78,11 +134,11 @@ void gather_matrix(
   if (column_stride == 1) {
     const size_t bytes = columns * sizeof(Word);
     for (int64_t i = 0; i < rows; ++i) {
-      copy_row(from + i * row_stride, to + i * columns, bytes);
+      std::memcpy(to + i * columns, from + i * row_stride, bytes);
     }
     return;
   }
-  if (rows == 1 || row_stride == 0 || std::abs(row_stride) >= std::abs(column_stride)) {
+  if (rows == 1 || row_stride == 0 || is_near(column_stride) || std::abs(row_stride) >= std::abs(column_stride)) {
     for (int64_t i = 0; i < rows; ++i) {
       gather_row(from + i * row_stride, columns, column_stride, to + i * columns);
     }
@@ -106,6 +162,48 @@ void gather_matrix(
   }
 }
 
+template <size_t bytes, class Word>
+void copy_rows(const Word* from, const int64_t* starts, int64_t count, Word* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(reinterpret_cast<char*>(to) + i * bytes, from + starts[i], bytes);
+  }
+}
+
+// Rows of at most so many elements, such as those of attention heads, are copied without a call for each.
+constexpr int64_t kShortRow = 256;
+
+// Walks rows, each of which lies in memory as it is, and hands them on in pieces of whole groups: `give(words, count)`.
+template <class Word, class Give>
+void gather_rows(const Word* from, int dimensions, const int64_t* n, const int64_t* s, Give give) {
+  constexpr int64_t most = 512;
+  const int64_t columns = n[dimensions - 1];
+  const int64_t wanted = std::max<int64_t>(kLanes, std::min(most, kChunk / columns / kLanes * kLanes));
+  Word* const buffer = static_cast<Word*>(room_of_thread(wanted * columns * sizeof(Word)));
+  Starts rows(dimensions - 1, n, s);
+  int64_t starts[most];
+  while (const int64_t count = rows.next(starts, wanted)) {
+    switch (columns * sizeof(Word)) {
+      case 16:
+        copy_rows<16>(from, starts, count, buffer);
+        break;
+      case 32:
+        copy_rows<32>(from, starts, count, buffer);
+        break;
+      case 64:
+        copy_rows<64>(from, starts, count, buffer);
+        break;
+      case 128:
+        copy_rows<128>(from, starts, count, buffer);
+        break;
+      default:
+        for (int64_t i = 0; i < count; ++i) {
+          std::memcpy(buffer + i * columns, from + starts[i], columns * sizeof(Word));
+        }
+    }
+    give(buffer, count * columns);
+  }
+}
+
 // Walks a strided tensor in logical order, and hands it on in pieces of whole chunks: `give(words, count)`.
 template <class Word, class Give>
 class Gatherer {
@@ -113,7 +211,7 @@ class Gatherer {
   Gatherer(int64_t count, Give give)
       : give_(give),
         room_(std::min<int64_t>(kGatheredBytes / sizeof(Word), (count + kChunk - 1) / kChunk * kChunk)),
-        buffer_(new Word[room_ + std::max(kLanes, kLine<Word>)]) {}
+        buffer_(static_cast<Word*>(room_of_thread((room_ + kChunk) * sizeof(Word)))) {}
 
   void walk(const Word* from, int dimensions, const int64_t* n, const int64_t* s) {
     if (dimensions > 2) {
@@ -128,7 +226,7 @@ class Gatherer {
       const int64_t fit = (room_ - held_) / columns;
       if (fit) {
         const int64_t count = std::min(fit, rows - i);
-        gather_matrix(from + i * row_stride, count, row_stride, columns, column_stride, buffer_.get() + held_);
+        gather_matrix(from + i * row_stride, count, row_stride, columns, column_stride, buffer_ + held_);
         held_ += count * columns;
         i += count;
         give(false);
@@ -137,7 +235,7 @@ class Gatherer {
       for (int64_t j = 0; j < columns;) { // a row that does not fit is cut
         const int64_t count = std::min(columns - j, room_ - held_);
         gather_matrix(
-            from + i * row_stride + j * column_stride, 1, 0, count, column_stride, buffer_.get() + held_);
+            from + i * row_stride + j * column_stride, 1, 0, count, column_stride, buffer_ + held_);
         held_ += count;
         j += count;
         give(false);
@@ -148,7 +246,7 @@ class Gatherer {
 
   void give(bool last) {
     if (held_ == room_ || last) {
-      give_(buffer_.get(), held_);
+      give_(buffer_, held_);
       held_ = 0;
     }
   }
@@ -156,7 +254,7 @@ class Gatherer {
  private:
   Give give_;
   const int64_t room_;
-  std::unique_ptr<Word[]> buffer_;
+  Word* const buffer_; // and a line more
   int64_t held_ = 0;
 };
 

@@ -12,50 +12,6 @@ namespace {
 // Rows of fewer columns are gathered instead.
 constexpr int64_t kNarrow = 128;
 
-// Where the columns begin, from the first on, in logical order. They may have several dimensions.
-class Columns {
- public:
-  Columns(int dimensions, const int64_t* sizes, const int64_t* strides)
-      : dimensions_(dimensions), sizes_(sizes), strides_(strides) {}
-
-  // The next, at most so many. None once after the last, and then from the first on again.
-  int64_t next(int64_t* starts, int64_t most) {
-    int64_t made = 0;
-    const int last = dimensions_ - 1;
-    while (made < most && !is_over_) {
-      const int64_t run = std::min(most - made, sizes_[last] - index_[last]);
-      for (int64_t k = 0; k < run; ++k) {
-        starts[made + k] = at_ + k * strides_[last];
-      }
-      made += run;
-      at_ += run * strides_[last];
-      index_[last] += run;
-      for (int d = last; index_[d] == sizes_[d]; --d) {
-        at_ -= sizes_[d] * strides_[d];
-        index_[d] = 0;
-        if (d == 0) {
-          is_over_ = true;
-          break;
-        }
-        ++index_[d - 1];
-        at_ += strides_[d - 1];
-      }
-    }
-    if (!made) {
-      is_over_ = false;
-    }
-    return made;
-  }
-
- private:
-  const int dimensions_;
-  const int64_t* const sizes_;
-  const int64_t* const strides_;
-  int64_t index_[kMostDimensions] = {};
-  int64_t at_ = 0;
-  bool is_over_ = false;
-};
-
 template <Kind kind, bool whole>
 class Strips {
  public:
@@ -103,7 +59,7 @@ class Strips {
   Adder<kind, whole>& to_;
   const int before_;
   const int64_t rows_, step_, length_;
-  Columns columns_;
+  Starts columns_;
   const int64_t most_rows_, most_columns_, pitch_;
   int64_t count_ = 0; // of columns in starts_[0]
   int64_t starts_[2][kMostColumns];

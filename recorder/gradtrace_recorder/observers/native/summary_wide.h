@@ -61,8 +61,8 @@ GRADTRACE_WIDER_VECTORS inline void weighed(__m512i words, const int32_t* weight
 constexpr int kLargerSize = 0b1011, kNotFinite = 0x99;
 
 // Adds a piece of one span: `count` and `place`, that of the first element in its chunk, are multiples of 16. Memory is
-// fetched so many bytes `ahead`. Returns false, and adds nothing, where an element is not finite, or a square is more or
-// less than float32 has: that is for `vector_part`.
+// fetched so many bytes `ahead`. Returns false, and adds nothing, where an element is not finite, or a square is more
+// or less than float32 has: that is for `vector_part`.
 template <Kind kind, bool whole>
 GRADTRACE_WIDER_VECTORS bool wider_piece(
     const void* data, int64_t count, int64_t place, int64_t ahead, Held<kind>& held, Sums& to) {

@@ -246,6 +246,10 @@ GRADTRACE_WIDER_VECTORS inline void turn_lines(
 // Of elements that are further apart, fewer than that are in a line of the cache.
 constexpr int64_t kMostStep = 8;
 
+constexpr bool is_near(int64_t step) {
+  return step >= 2 && step <= kMostStep;
+}
+
 // So many elements are a line of the cache.
 template <class Word>
 constexpr int kLine = 64 / sizeof(Word);
@@ -327,7 +331,7 @@ GRADTRACE_WIDER_VECTORS void gather_every(const Word* from, int64_t count, int64
 template <class Word>
 void gather_row(const Word* from, int64_t count, int64_t step, Word* to) {
 #ifdef GRADTRACE_AVX2
-  if (step >= 2 && step <= kMostStep && vectors.load(std::memory_order_relaxed) > 1) {
+  if (is_near(step) && count >= 2 * kLine<Word> && vectors.load(std::memory_order_relaxed) > 1) {
     gather_every(from, count, step, to);
     return;
   }
