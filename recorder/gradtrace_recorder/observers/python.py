@@ -33,7 +33,7 @@ GradientReady = Callable[[torch.Tensor, int], None]
 
 
 class EngineCall(NamedTuple):
-    """A call into the engine that is about to be watched.
+    """A call into the engine that is about to be watched. No other of the process has its `serial`.
 
     `create_graph` says that the pass makes Nodes, which belong to those that run.
     `half` is that of a pipeline stage's split backward: `input`, `weight`, None for no half; one that
@@ -42,6 +42,7 @@ class EngineCall(NamedTuple):
     `is_alone` tells whether no other thread has a call open.
     """
 
+    serial: int
     backward_index: int
     accumulates: bool
     create_graph: bool

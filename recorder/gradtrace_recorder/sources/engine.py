@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 import traceback
@@ -70,7 +71,9 @@ class EngineSource:
         self._local = _ThreadState()
         self._original: Any = None
         self._carried_at: int | None = None
-        self._open: dict[int, _OpenPass] = {}  # of all threads
+        # Of all threads, by serial: a step that ends on one thread begins backward_index anew for all.
+        self._open: dict[int, _OpenPass] = {}
+        self._serials = itertools.count()
 
     def attach(self) -> None:
         """Take the engine's place."""
@@ -137,6 +140,7 @@ class EngineSource:
         index = totals.engine_calls
         totals.engine_calls = index + 1
         opened = _OpenPass(recording, index, timeline.microbatch, accumulates, top_level)
+        opened.serial = serial = next(self._serials)
         action = recording.actions.current
         half, follows_half = None, False
         if action is not None:
@@ -151,7 +155,7 @@ class EngineSource:
                 watch.task = torch._C._current_graph_task_id()
         elif not top_level:
             opened.parent = self._index_of_task(torch._C._current_graph_task_id())
-        self._open[index] = opened
+        self._open[serial] = opened
         try:
             self._watch(opened, half, follows_half, args, kwargs)
             open_passes.append(opened)
@@ -162,7 +166,7 @@ class EngineSource:
             opened.start_ns = start = timeline.now()
             recording.journal.move(thread, start, (IN_BACKWARD, *place))
         except BaseException:  # an interrupt: the job may go on
-            self._open.pop(index, None)
+            self._open.pop(serial, None)
             self._local.open_passes = [one for one in open_passes if one is not opened]
             if opened.watch is not None:
                 opened.watch.close(failed=False)
@@ -193,6 +197,7 @@ class EngineSource:
             if recording.flight is not None:
                 recording.flight.saw_loss(opened.loss)
             call = EngineCall(
+                opened.serial,
                 index,
                 accumulates,
                 bool(_argument("create_graph", 3, args, kwargs, False)),
@@ -219,7 +224,7 @@ class EngineSource:
         timeline = recording.timeline
         end = timeline.now()
         self._local.open_passes.pop()
-        self._open.pop(opened.index, None)
+        self._open.pop(opened.serial, None)
         try:
             with unasked():
                 self._close(opened, error, end, outputs)
@@ -340,7 +345,7 @@ class _OpenPass:
 
     __slots__ = (
         "accumulates", "device_began", "device_ns", "index", "loss", "microbatch", "parent", "place", "place_before",
-        "recording", "stage_index", "start_ns", "thread", "top_level", "watch",
+        "recording", "serial", "stage_index", "start_ns", "thread", "top_level", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -353,6 +358,7 @@ class _OpenPass:
     ) -> None:
         self.recording = recording
         self.thread = threading.get_ident()
+        self.serial = -1
         self.index = index
         self.microbatch = microbatch
         self.accumulates = accumulates

@@ -1,4 +1,4 @@
-// Methods of `Pass` that find a graph's Nodes and hook them. Part of observer.cpp.
+// Methods of `Pass` that find a graph's Nodes, name them and hook them. Part of observer.cpp.
 #pragma once
 
 #include "names.h"
@@ -272,7 +272,7 @@ PyObject* pass_attach(PyObject* self, PyObject* args) {
       if (name.is_python || makes_graph) {
         state.maker = std::make_unique<Maker>(name.is_python);
       }
-      hook(own, *found.pointer, state);
+      graph.planned.push_back({found.pointer, &state});
     }
     if (PyErr_Occurred()) {
       return nullptr;
@@ -281,9 +281,29 @@ PyObject* pass_attach(PyObject* self, PyObject* args) {
     pass.may_begin_with_leaf = only_named != 0 || graph.nodes.empty();
     graph.nodes.clear();
     graph.leaves.clear();
-    graph.roots.clear();
     return Py_BuildValue(
         "(nO)", unattributed, pass.may_begin_with_leaf.load() ? Py_True : Py_False);
+  });
+}
+
+// put_on(open, own) -> whether the hooks are on their Nodes now: not where another pass than these runs, whose engine reads
+// the hooks of Nodes that both share.
+PyObject* pass_put_on(PyObject* self, PyObject* args) {
+  PyObject *open, *own_numbers;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &open, &PyTuple_Type, &own_numbers)) {
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* {
+    Attached& own = of(self);
+    if (!are_all_among(open, own_numbers)) {
+      Py_RETURN_FALSE;
+    }
+    for (const Planned& one : own.buffers->planned) {
+      hook(own, *one.node, *one.state);
+    }
+    own.buffers->planned.clear();
+    own.buffers->roots.clear();
+    Py_RETURN_TRUE;
   });
 }
 

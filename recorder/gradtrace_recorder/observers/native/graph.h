@@ -75,6 +75,12 @@ struct Hooked {
   NodeState* state;
 };
 
+// A Node that is to be hooked. What leads there holds it, and the caller the roots.
+struct Planned {
+  const NodePtr* node;
+  NodeState* state;
+};
+
 struct Found {
   uint64_t number;
   const NodePtr* pointer; // where what leads there holds it
@@ -97,8 +103,9 @@ struct Call {
 // What a pass needs besides itself; the next pass has it when this one is over.
 struct Buffers {
   Seen seen;
-  // Between `walk` and `attach`, while the caller holds the roots.
+  // Between `walk` and `put_on`.
   std::vector<NodePtr> roots;
+  std::vector<Planned> planned;
   std::vector<Found> waiting, nodes, leaves, sorted;
   std::vector<uint32_t> places; // in `nodes`, by number
   std::vector<Hooked> hooked;
@@ -107,6 +114,7 @@ struct Buffers {
   std::unordered_map<PyObject*, size_t> call_of; // place in `calls`, by the frame
 
   void clear() {
+    planned.clear();
     roots.clear();
     waiting.clear();
     nodes.clear();
@@ -178,6 +186,22 @@ bool is_taken(Hooks& hooks, const void* wanted) {
     }
   }
   return false;
+}
+
+// Whether all calls into the engine that have not returned (a dict by number) are among these. No code of Python's runs
+// here, and whoever calls the engine enters itself there before, with the GIL: so none begins before the GIL is let go of.
+bool are_all_among(PyObject* open, PyObject* own) {
+  PyObject *key, *value;
+  for (Py_ssize_t at = 0; PyDict_Next(open, &at, &key, &value);) {
+    bool is_own = false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(own) && !is_own; ++i) {
+      is_own = PyLong_AsLongLong(PyTuple_GET_ITEM(own, i)) == PyLong_AsLongLong(key);
+    }
+    if (!is_own) {
+      return false;
+    }
+  }
+  return true;
 }
 
 // Takes the hooks off their Nodes. With the GIL, while no pass runs.

@@ -111,7 +111,7 @@ void hook_leaf(Attached& own, const NodePtr& leaf, uint32_t name, const LeafName
     state.frame = Py_NewRef(names.frame);
     own.buffers->frames.push_back(state.frame);
   }
-  hook(own, leaf, state);
+  own.buffers->planned.push_back({&leaf, &state});
 }
 
 // A job that makes a model for every step must not fill our memory: names that nobody else holds go. Each time there are

@@ -61,7 +61,7 @@ class OpenPass(Protocol):
 
 
 class NativeObserver(PythonObserver):
-    """Attaches watches. `open_passes` holds every call into the engine that has not returned, by backward_index."""
+    """Attaches watches. `open_passes` holds every call into the engine that has not returned, by serial."""
 
     def __init__(self, guard: Guard, open_passes: Mapping[int, OpenPass]) -> None:
         super().__init__(guard)
@@ -84,7 +84,7 @@ class NativeObserver(PythonObserver):
             reason = "modules on several threads"
         elif outer is not None:
             if self._waiting and not outer:
-                self.release_waiting()
+                self.release_waiting((call.serial,))
             watch = NativePassWatch(self, shared, recording, self._guard, call, outer)
             if watch.attach_apart(outputs):
                 return watch
@@ -92,21 +92,22 @@ class NativeObserver(PythonObserver):
         shared.native.python_passes[reason] += 1
         return super().watch(recording, outputs, call)
 
-    def let_go(self, watched: Any, outer: Sequence[PassWatch]) -> None:
-        """Take the hooks off, or wait with that while another pass runs than those that this one ran inside: the engine
-        reads a Node's hooks unlocked."""
-        if all(opened.watch in outer for opened in list(self._open.values())):
-            watched.release()
-        else:
+    def put_on(self, watched: Any, own: tuple[int, ...]) -> bool:
+        """Put the hooks on, unless another pass runs than these: the engine reads a Node's hooks unlocked."""
+        done: bool = watched.put_on(self._open, own)
+        return done
+
+    def let_go(self, watched: Any, own: tuple[int, ...]) -> None:
+        """Take the hooks off, or wait with that while another pass runs than these."""
+        if not watched.release(self._open, own):
             self._waiting.append(watched)
         if not self._open:
-            self.release_waiting()
+            self.release_waiting(())
 
-    def release_waiting(self) -> None:
-        """Take off what waits. Called while no pass runs, with the GIL held throughout."""
+    def release_waiting(self, own: tuple[int, ...]) -> None:
+        """Take off what waits, unless another pass runs than these."""
         waiting, self._waiting = self._waiting, []
-        for watched in waiting:
-            watched.release()
+        self._waiting += [one for one in waiting if not one.release(self._open, own)]
 
     def _outer(self, recording: Recording, call: EngineCall) -> Sequence[NativePassWatch] | None:
         """The passes that this one runs inside. None where others run, or where threads of a device may run Nodes
@@ -115,9 +116,9 @@ class NativeObserver(PythonObserver):
             return ()  # the pass itself
         found: list[NativePassWatch] = []
         thread = threading.get_ident()
-        for index, opened in list(self._open.items()):
+        for serial, opened in list(self._open.items()):
             watch = opened.watch
-            if index == call.backward_index:
+            if serial == call.serial:
                 continue
             if not isinstance(watch, NativePassWatch):
                 return None
@@ -197,14 +198,9 @@ class NativePassWatch(PassWatch):
     """One backward pass, watched in C++; what is left to Python shares its counters."""
 
     __slots__ = (
-        "_is_released",
-        "_makes_graph",
-        "_native",
-        "_observer",
-        "_outer",
-        "_shared",
-        "began_on",
-    )
+        "_is_released", "_left", "_makes_graph", "_native", "_observer", "_outer", "_own", "_shared", "began_on",
+        "serial",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -215,6 +211,7 @@ class NativePassWatch(PassWatch):
         call: EngineCall,
         outer: Sequence[NativePassWatch],
     ) -> None:
+        self.serial = call.serial
         self.began_on = threading.get_ident()
         self._outer = outer
         self._native: Any = None
@@ -225,10 +222,12 @@ class NativePassWatch(PassWatch):
         self.indexes = self._native
         self._is_released = False
         self._makes_graph = call.create_graph
+        self._own: tuple[int, ...] = (call.serial, *(one.serial for one in outer))
+        self._left: list[str] = []
 
     def attach_apart(self, outputs: Sequence[Any]) -> bool:
-        """Attach, unless one of the passes that this one runs inside may be reading hooks that would be changed: it is
-        not known which Node that runs, or it is one of this pass too."""
+        """Attach, unless another pass may be reading hooks that would be changed: one on another thread, or one that
+        this one runs inside, of which it is not known which Node that runs, or it is one of this pass too."""
         release_waiting()
         done = None
         if self.follows_half and len({node for node in map(node_of, outputs) if node}) == 1:
@@ -236,11 +235,13 @@ class NativePassWatch(PassWatch):
         self.node_count, self.root_node_name = self._native.walk(
             outputs, node_of, self.recording.journal.string, done
         )
-        if not all(self._native.is_apart_from(outer._native) for outer in self._outer):
-            self.close(failed=False)
-            return False
-        self.attach(outputs)
-        return True
+        if all(self._native.is_apart_from(outer._native) for outer in self._outer):
+            self.attach(outputs)
+            if self._observer.put_on(self._native, self._own):
+                self._shared.native.python_nodes.update(self._left)
+                return True
+        self.close(failed=False)
+        return False
 
     @property
     def task(self) -> int | None:
@@ -282,7 +283,7 @@ class NativePassWatch(PassWatch):
         if not self._is_released:
             self._is_released = True
             if not failed or self.recording.names.device is None:
-                self._observer.let_go(self._native, self._outer)
+                self._observer.let_go(self._native, self._own)
             # Else they stay on, and do nothing: a device's thread may still read hooks of the Node that it was running
             # when another one failed.
             self.totals.recorder_ns += own_ns
@@ -337,7 +338,7 @@ class NativePassWatch(PassWatch):
                 reason = "a hook sees the gradient first"
         if reason is not None:
             self._attach_leaf(native.leaf(which), used_by, True)
-            self._shared.native.python_nodes[reason] += 1
+            self._left.append(reason)
 
 
 def _record(table: str, **fields: Any) -> bytes:

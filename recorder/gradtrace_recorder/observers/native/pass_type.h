@@ -140,14 +140,22 @@ PyObject* pass_ended(PyObject* self, PyObject*) {
   });
 }
 
-// release(): the hooks leave their Nodes.
-PyObject* pass_release(PyObject* self, PyObject*) {
+// release(open, own) -> whether the hooks have left their Nodes: not while another pass than these runs.
+PyObject* pass_release(PyObject* self, PyObject* args) {
+  PyObject *open, *own_numbers;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &open, &PyTuple_Type, &own_numbers)) {
+    return nullptr;
+  }
   return guarded([&]() -> PyObject* {
-    if (of(self).buffers) {
-      take_off(of(self));
-      end(of(self));
+    if (!of(self).buffers) {
+      Py_RETURN_TRUE;
     }
-    Py_RETURN_NONE;
+    if (!are_all_among(open, own_numbers)) {
+      Py_RETURN_FALSE;
+    }
+    take_off(of(self));
+    end(of(self));
+    Py_RETURN_TRUE;
   });
 }
 
@@ -175,13 +183,14 @@ int set_pass_task(PyObject* self, PyObject* value, void*) {
 PyMethodDef pass_methods[] = {
     {"walk", pass_walk, METH_VARARGS, "Find every Node that can be reached from the roots."},
     {"is_apart_from", pass_is_apart_from, METH_O, "Whether none of them is the one that another pass runs."},
-    {"attach", pass_attach, METH_VARARGS, "Hook the Nodes that walk found."},
-    {"attach_leaves", pass_attach_leaves, METH_VARARGS, "Hook every AccumulateGrad that walk found, as far as it can."},
-    {"attach_leaf", pass_attach_leaf, METH_VARARGS, "Hook an AccumulateGrad that walk found."},
+    {"attach", pass_attach, METH_VARARGS, "Name the Nodes that walk found."},
+    {"attach_leaves", pass_attach_leaves, METH_VARARGS, "Name every AccumulateGrad that walk found, as far as it can."},
+    {"attach_leaf", pass_attach_leaf, METH_VARARGS, "Name an AccumulateGrad that walk found."},
+    {"put_on", pass_put_on, METH_VARARGS, "Hook what has names."},
     {"leaf", pass_leaf, METH_O, "An AccumulateGrad that walk found."},
     {"close", pass_close, METH_NOARGS, "Record no more; what is running, and what the hooks took and missed."},
     {"ended", pass_ended, METH_NOARGS, "What has run."},
-    {"release", pass_release, METH_NOARGS, "Take the hooks off."},
+    {"release", pass_release, METH_VARARGS, "Take the hooks off."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef pass_fields[] = {
