@@ -391,7 +391,8 @@ def _node_name(node: Any) -> str:
 def _compiled_autograd() -> bool:
     """Whether the engine is replaced by compiled autograd, under which no hook may be attached."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    return compiled is not None and bool(compiled.compiled_autograd_enabled)
+    # Another thread may be importing it at this moment.
+    return bool(getattr(compiled, "compiled_autograd_enabled", False))
 
 
 never_compiled(EngineSource._begin, EngineSource._end)
