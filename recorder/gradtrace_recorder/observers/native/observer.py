@@ -7,6 +7,7 @@ some hook is told of. Each is counted by reason.
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -71,10 +72,18 @@ class NativeObserver(PythonObserver):
         super().__init__(guard)
         self._open = open_passes
         self._waiting: list[Any] = []
+        # Held while hooks are put on or taken off: another thread's pass, which asks for it before it enters the engine,
+        # does not begin meanwhile, wherever Python lets go of the GIL in between.
+        self._changing = threading.RLock()
+        self._pid = os.getpid()
         self._of: tuple[Recording, _Shared] | None = None
 
     def watch(self, recording: Recording, roots: Sequence[Any], call: EngineCall) -> PassWatch:
         """Watch every Node that can be reached from `roots`: in C++ where that can be."""
+        with self._changing:
+            return self._watch(recording, roots, call)
+
+    def _watch(self, recording: Recording, roots: Sequence[Any], call: EngineCall) -> PassWatch:
         native = recording.native
         assert native is not None
         reason = self._why_python(recording, call)
@@ -93,12 +102,15 @@ class NativeObserver(PythonObserver):
     def let_go(self, watched: Any, outer: Sequence[PassWatch]) -> None:
         """Take the hooks off, or wait with that while another pass runs than those that this one ran inside: the engine
         reads a Node's hooks unlocked."""
-        if all(opened.watch in outer for opened in list(self._open.values())):
-            watched.release()
-        else:
-            self._waiting.append(watched)
-        if not self._open:
-            self.release_waiting()
+        if os.getpid() != self._pid:
+            return  # forked inside a hook: a thread that is not here may have held the lock
+        with self._changing:
+            if all(opened.watch in outer for opened in list(self._open.values())):
+                watched.release()
+            else:
+                self._waiting.append(watched)
+            if not self._open:
+                self.release_waiting()
 
     def release_waiting(self) -> None:
         """Take off what waits. Called while no pass runs, with the GIL held throughout."""
