@@ -72,7 +72,7 @@ class NativeObserver(PythonObserver):
         super().__init__(guard)
         self._open = open_passes
         self._waiting: list[Any] = []
-        # Held while hooks are put on or taken off: another thread's pass, which asks for it before it enters the engine,
+        # Held while hooks are put on or taken off: a pass of another thread, which asks for it before it runs,
         # does not begin meanwhile, wherever Python lets go of the GIL in between.
         self._changing = threading.RLock()
         self._pid = os.getpid()
