@@ -293,9 +293,12 @@ def test_threads_with_passes_of_their_own_do_not_disturb_each_other(
             worker.join()
     run = tmp_path / "run"
     assert rows(run, "SELECT count(*), count(error) FROM backward_passes") == [(60, 0)]
-    assert rows(run, "SELECT count(*), count(DISTINCT (backward_index, event_index)) FROM node_events") == [
-        (4 * 60, 4 * 60)
-    ]  # fmt: skip
+    # The first time that passes run at once, those that find one that is watched in C++ leave the Nodes alone.
+    ((count, distinct),) = rows(
+        run, "SELECT count(*), count(DISTINCT (backward_index, event_index)) FROM node_events"
+    )
+    left = 2 if observer == "native" else 0
+    assert count == distinct and 4 * (60 - left) <= count <= 4 * 60
 
 
 def test_hooks_leave_their_nodes(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ class NativeObserver(PythonObserver):
         # does not begin meanwhile, wherever Python lets go of the GIL in between.
         self._changing = threading.RLock()
         self._pid = os.getpid()
+        self._several_threads = False  # passes have run at once: from then on Python watches all
         self._of: tuple[Recording, _Shared] | None = None
 
     def watch(self, recording: Recording, roots: Sequence[Any], call: EngineCall) -> PassWatch:
@@ -86,6 +87,12 @@ class NativeObserver(PythonObserver):
     def _watch(self, recording: Recording, roots: Sequence[Any], call: EngineCall) -> PassWatch:
         native = recording.native
         assert native is not None
+        if self._runs_elsewhere():
+            # The engine may be reading the hooks of a parameter's Node, which both passes share, at this moment.
+            self._several_threads = True
+            reason = "Nodes of a pass that began while one was watched in C++ on another thread"
+            recording.summariser.unsummarised[reason] += 1
+            return PassWatch(recording, self._guard, call)
         reason = self._why_python(recording, call)
         outer = self._outer(recording, call) if reason is None else []
         if outer is not None and reason is None:
@@ -118,6 +125,12 @@ class NativeObserver(PythonObserver):
         for watched in waiting:
             watched.release()
 
+    def _runs_elsewhere(self) -> bool:
+        """Whether a pass that is watched in C++ runs on another thread."""
+        thread = threading.get_ident()
+        passes = [opened.watch for opened in list(self._open.values())]
+        return any(isinstance(w, NativePassWatch) and w.began_on != thread for w in passes)
+
     def _outer(self, recording: Recording, call: EngineCall) -> list[NativePassWatch] | None:
         """The passes that this one runs inside. None where others run, or where threads of a device may run Nodes
         of these meanwhile."""
@@ -136,6 +149,8 @@ class NativeObserver(PythonObserver):
 
     def _why_python(self, recording: Recording, call: EngineCall) -> str | None:
         """Why this pass is left to Python, None where it is not."""
+        if self._several_threads:
+            return "passes on several threads"
         if not recording.settings.records("nodes"):
             return "Nodes are not recorded"
         if recording.summariser.uses_devices:
