@@ -90,12 +90,12 @@ class NativeObserver(PythonObserver):
         if self._runs_elsewhere():
             # The engine may be reading the hooks of a parameter's Node, which both passes share, at this moment.
             self._several_threads = True
-            reason = "Nodes of a pass that began while one was watched in C++ on another thread"
-            recording.summariser.unsummarised[reason] += 1
+            lost = "Nodes of a pass that began while one was watched in C++ on another thread"
+            recording.summariser.unsummarised[lost] += 1
             return PassWatch(recording, self._guard, call)
         reason = self._why_python(recording, call)
-        outer = self._outer(recording, call) if reason is None else []
-        if outer is not None and reason is None:
+        outer = self._outer(recording, call) if reason is None else None
+        if outer is not None:
             if not outer:
                 self.release_waiting()
             if self._of is None or self._of[0] is not recording:
