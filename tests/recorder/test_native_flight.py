@@ -161,28 +161,31 @@ def test_steps_are_written_for_another_shell_while_threads_run_passes(tmp_path: 
         threads = [threading.Thread(target=work) for _ in range(2)]
         for thread in threads:
             thread.start()
-        optimizer = torch.optim.SGD([weight], 0.0)
-        file = layout.trigger_file(run)
-        until, step = time.monotonic() + 60, 0
-        while step < 6 or not triggers(run):
-            assert time.monotonic() < until
-            (torch.ones(3, 3) @ weight).tanh().sum().backward()
-            optimizer.step()
-            step += 1
-            if step == 6:
-                file.write_text(json.dumps({"token": "now"}))
-        ended.set()
-        for thread in threads:
-            thread.join()
+        try:
+            optimizer = torch.optim.SGD([weight], 0.0)
+            file = layout.trigger_file(run)
+            until, step = time.monotonic() + 60, 0
+            while step < 6 or not triggers(run):
+                assert time.monotonic() < until
+                (torch.ones(3, 3) @ weight).tanh().sum().backward()
+                optimizer.step()
+                step += 1
+                if step == 6:
+                    file.write_text(json.dumps({"token": "now"}))
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
     (trigger,) = triggers(run)
     assert (trigger["reason"], trigger["token"]) == ("analyzer trigger", "now")
     tables = comparable(run, ("steps", "backward_passes", "node_events"))
     steps = [row["step"] for row in tables["steps"]]
     assert set(steps) >= set(range(trigger["first_step"], trigger["last_step"] + 1))
     nodes = Counter((row["step"], row["backward_index"]) for row in tables["node_events"])
-    for row in tables["backward_passes"]:
-        if row["step"] < steps[-1]:  # of the last one, passes may have been running when it ended
-            assert nodes[row["step"], row["backward_index"]] == row["node_count"] == 4
+    # Passes of other threads may run while a step ends: those of a step between others are there from begin to end.
+    between = {step for step in steps if {step - 1, step + 1} <= set(steps)}
+    assert between and {step for step, _ in nodes} >= between
+    assert all(count == 4 for (step, _), count in nodes.items() if step in between)
 
 
 # Dies while a Node of its backward pass runs: in a Function, which the pass has come to.
