@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.native import NOWHERE, build
+from support.native import NOWHERE, build, build_or_skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,6 +27,15 @@ def pytest_configure(config: pytest.Config) -> None:
             build()
         except NotBuilt as error:
             pytest.exit(f"nothing is tested with the native observer: {error}", returncode=0)
+
+
+@pytest.fixture(scope="module")
+def native_library() -> Iterator[None]:
+    """The native observer is built, and what this module starts finds it."""
+    before = os.environ["GRADTRACE_NATIVE_CACHE"]
+    build_or_skip()
+    yield
+    os.environ["GRADTRACE_NATIVE_CACHE"] = before
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,13 @@ from torch.distributed.pipelining import _backward
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace_recorder
-from gradtrace_recorder.observers.native.build import CACHE_VARIABLE, library
+from gradtrace_recorder.observers.native.build import library
 from gradtrace_schemas.journal import NULL_INT32
-from support import native
 from support.host_device import host_device
 from support.recorded import recording, rows
 from support.same_rows import both
 
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> Iterator[None]:
-    before = os.environ[CACHE_VARIABLE]
-    native.build_or_skip()
-    yield
-    os.environ[CACHE_VARIABLE] = before
+pytestmark = pytest.mark.usefixtures("native_library")
 
 
 class Doubled(torch.autograd.Function):

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from gradtrace_recorder.journal import JournalWriter
-from gradtrace_recorder.observers.native.build import CACHE_VARIABLE
 from gradtrace_schemas import ALL_TABLES, layout
 from support import native
 from support.recorded import recording
@@ -29,12 +28,7 @@ from support.same_rows import assert_same, comparable
 STEPS = 3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def built() -> Iterator[None]:
-    before = os.environ[CACHE_VARIABLE]
-    native.build_or_skip()
-    yield
-    os.environ[CACHE_VARIABLE] = before
+pytestmark = pytest.mark.usefixtures("native_library")
 
 
 def few_places(monkeypatch: pytest.MonkeyPatch, half_records: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from gradtrace_recorder.attribution import Attribution
-from gradtrace_recorder.observers.native.build import CACHE_VARIABLE
 from gradtrace_recorder.summaries.summariser import Summariser
-from support import native
 from support.recorded import recording, rows
 from support.same_rows import both
 
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> Iterator[None]:
-    before = os.environ[CACHE_VARIABLE]
-    native.build_or_skip()
-    yield
-    os.environ[CACHE_VARIABLE] = before
+pytestmark = pytest.mark.usefixtures("native_library")
 
 
 class Changes(torch.autograd.Function):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,11 @@ from torch import nn
 
 from gradtrace_recorder import naming
 from gradtrace_recorder.attribution import Attribution
-from gradtrace_recorder.observers.native.build import CACHE_VARIABLE, library
+from gradtrace_recorder.observers.native.build import library
 from gradtrace_recorder.summaries.summariser import Summariser
-from support import native
 from support.recorded import rank_of, recording, rows
 
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> Iterator[None]:
-    before = os.environ[CACHE_VARIABLE]
-    native.build_or_skip()
-    yield
-    os.environ[CACHE_VARIABLE] = before
+pytestmark = pytest.mark.usefixtures("native_library")
 
 
 class OutOfTime(Exception):

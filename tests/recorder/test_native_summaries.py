@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,20 +13,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradtrace_recorder.observers.native.build import CACHE_VARIABLE, library
+from gradtrace_recorder.observers.native.build import library
 from gradtrace_recorder.summaries.native import NativeSummary
 from gradtrace_recorder.summaries.torch_ops import TorchSummary
 from gradtrace_schemas.summary import reference_summary
-from support import native
 from support.recorded import recording, rows
 
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> Iterator[None]:
-    before = os.environ[CACHE_VARIABLE]
-    native.build_or_skip()
-    yield
-    os.environ[CACHE_VARIABLE] = before
+pytestmark = pytest.mark.usefixtures("native_library")
 
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

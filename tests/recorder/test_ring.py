@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradtrace_recorder.journal import JournalWriter
-from gradtrace_recorder.observers.native.build import CACHE_VARIABLE, library
+from gradtrace_recorder.observers.native.build import library
 from gradtrace_recorder.observers.native.choice import Native, journal_of
 from gradtrace_recorder.ring import Ring
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.journal import HEADER, KINDS, NULL_INT32, NULL_INT64, NULL_STRING
 from gradtrace_schemas.journal_reader import read_journal
-from support import native
 
 PLACES = 16
 
 
-@pytest.fixture(scope="module", autouse=True)
-def built() -> Iterator[None]:
-    before = os.environ[CACHE_VARIABLE]
-    native.build_or_skip()
-    yield
-    os.environ[CACHE_VARIABLE] = before
+pytestmark = pytest.mark.usefixtures("native_library")
 
 
 class Bench:
