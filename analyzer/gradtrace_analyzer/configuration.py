@@ -33,7 +33,7 @@ def apart_in_configuration(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
         for name in names
         if a.get(name) != b.get(name) and (is_known or (name in a and name in b))
     ]
-    return found + _commits(runs) + _commands(runs)
+    return found + _observers(runs) + _commits(runs) + _commands(runs)
 
 
 def changes_numbers(configuration: list[dict[str, Any]]) -> bool:
@@ -67,6 +67,28 @@ def _told(values: Mapping[int, Any]) -> Any:
     if len(alike) == 1:
         return next(iter(values.values()))
     return ", ".join(f"{json.loads(said)} ({ranks_phrase(of)})" for said, of in alike.items())
+
+
+def recorded_alike(runs: Mapping[str, Run]) -> bool:
+    """Whether both sides' norms and sums were added up in the same order: by one observer, on one kind of device."""
+    ways = [
+        (_observer(run), {info.facts.get("device") for info in run.ranks.values()})
+        for run in runs.values()
+    ]
+    return all(way == ways[0] for way in ways)
+
+
+def _observer(run: Run) -> str:
+    """What watched the run: `native`, `python` (which recorders before schema 6 do not say), or both."""
+    said = (info.facts.get("observer") or {} for info in run.ranks.values())
+    return ", ".join(sorted({str(about.get("kind", "python")) for about in said}))
+
+
+def _observers(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
+    a, b = (_observer(runs[side]) for side in ("baseline", "candidate"))
+    if a == b:
+        return []
+    return [{"name": "observer", "baseline": a, "candidate": b, "changes_numbers": False}]
 
 
 def _commits(runs: Mapping[str, Run]) -> list[dict[str, Any]]:

@@ -34,7 +34,8 @@ class TableSize:
 class Inventory:
     """What one attempt of a run holds. Counts are over all its ranks.
 
-    `versions` and `settings` hold, by name, every value that some rank gave. `recorder_share` is the recorder's
+    `versions` and `settings` hold, by name, every value that some rank gave; `left_to_python` are the backward
+    passes that the native observer did not watch, by reason. `recorder_share` is the recorder's
     own time over the time of the steps, None where no step was closed.
     """
 
@@ -52,6 +53,8 @@ class Inventory:
     unsummarised: Mapping[str, int]
     replay_skipped: Mapping[str, int]
     problems: tuple[str, ...]
+    observers: tuple[str, ...]
+    left_to_python: Mapping[str, int]
     recorder_share: float | None
 
 
@@ -69,6 +72,7 @@ def inventory(run: Run) -> Inventory:
             connection, "SELECT sum(recorder_ns), sum(end_ns - start_ns) FROM steps"
         )
     facts = [info.facts for info in run.ranks.values()]
+    observers = [fact.get("observer") or {} for fact in facts]
     return Inventory(
         run=run,
         hosts=_distinct(f.get("host") for f in facts),
@@ -84,6 +88,8 @@ def inventory(run: Run) -> Inventory:
         unsummarised=_summed(facts, "unsummarised"),
         replay_skipped=_summed(facts, "replay_skipped"),
         problems=_problems(run),
+        observers=_distinct(about.get("kind") for about in observers),
+        left_to_python=_summed(observers, "python_passes"),
         recorder_share=recorder_ns / step_ns if recorder_ns is not None and step_ns else None,
     )
 

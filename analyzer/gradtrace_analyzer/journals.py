@@ -133,7 +133,10 @@ def _snapshot(path: Path) -> bytes:
         now = os.pread(file.fileno(), HEADER.itemsize, 0)
         header = np.frombuffer(now, HEADER, 1)[0]
         used = int(header["strings_offset"]) + int(header["strings_used"])
-        front = bytearray(os.pread(file.fileno(), min(used, int(header["records_offset"])), 0))
+        front_bytes = min(
+            used, int(header["records_offset"]), len(whole)
+        )  # one that is damaged says anything
+        front = bytearray(os.pread(file.fileno(), max(front_bytes, 0), 0))
         front[: HEADER.itemsize] = now  # what it says of strings is what was copied
         return bytes(front + whole[len(front) :])
 

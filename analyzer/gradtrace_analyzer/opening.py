@@ -15,6 +15,7 @@ import duckdb
 import pyarrow as pa
 
 from gradtrace_analyzer.chosen import Chosen
+from gradtrace_analyzer.configuration import recorded_alike
 from gradtrace_analyzer.database import usable_cores
 from gradtrace_analyzer.footers import Counts
 from gradtrace_analyzer.links import LINK_TABLES, LinkTable, link_of
@@ -104,6 +105,7 @@ class Opening:
             unread,
             clean,
         )
+        self._is_alike = recorded_alike(reading.runs)
         self._chosen = chosen or Chosen()
         self._least = least
         self._realigns = realigns
@@ -171,7 +173,12 @@ class Opening:
             forget_numbers(self._connection)
         self._connection.execute(opened(places))
         for table in LINK_TABLES:
-            make = differing(table, self._unread[table.table], self._apart_in(table, places))
+            make = differing(
+                table,
+                self._unread[table.table],
+                self._apart_in(table, places),
+                is_alike=self._is_alike,
+            )
             self._connection.execute(make)
             # Where the code of a call was changed, its Nodes are not those of the same number.
             if table.table == "node_events" and self._realigns and realign(self._connection):
@@ -350,7 +357,8 @@ class Opening:
             )
             for table in names:
                 own = [place for place in portion if place in apart[table.table]]
-                self._connection.execute(differing(table, self._unread[table.table], own))
+                make = differing(table, self._unread[table.table], own, is_alike=self._is_alike)
+                self._connection.execute(make)
             # A loss is judged where its step is open: here by what it is allowed at least.
             self._connection.execute(
                 "UPDATE differing_backward_passes SET exceeds = exceeds OR coalesce(abs(value_b_loss - value_c_loss) > "

@@ -106,10 +106,13 @@ def _numbers(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def differing(table: LinkTable, unread: str, pairs: Collection[tuple[int, int]]) -> str:
+def differing(
+    table: LinkTable, unread: str, pairs: Collection[tuple[int, int]], *, is_alike: bool = True
+) -> str:
     """The statement that makes `differing_<table>`: pairs that differ, and rows without a partner.
 
-    `unread` are the ranks to leave out, as a SQL list without brackets; `pairs` is what the table `opened` holds.
+    `unread` are the ranks to leave out, as a SQL list without brackets; `pairs` is what the table `opened` holds. Where
+    both sides' norms and sums were not made alike (by one observer), the same tensor has them within 1e-6 of its norm.
     """
     name = table.table
     # A Node that was running when its rank was killed gave nothing yet that could differ.
@@ -143,12 +146,12 @@ def differing(table: LinkTable, unread: str, pairs: Collection[tuple[int, int]])
     differs, exceeds, errors = [], [], []
     for role, p in table.sides:
         columns += [
-            f"{_summary_differs(p)} AS {role}_differs",
+            f"{_summary_differs(p, is_alike)} AS {role}_differs",
             f"{_relative_error(p)} AS {role}_error",
             *(f"b.{p}{s} AS {role}_b_{s}, c.{p}{s} AS {role}_c_{s}" for s in STATISTICS),
         ]
-        differs.append(_summary_differs(p))
-        errors.append(f"CASE WHEN {_summary_differs(p)} THEN {_relative_error(p)} END")
+        differs.append(_summary_differs(p, is_alike))
+        errors.append(f"CASE WHEN {_summary_differs(p, is_alike)} THEN {_relative_error(p)} END")
     for value in table.values:
         columns.append(f"b.{value} AS value_b_{value}, c.{value} AS value_c_{value}")
         # A pass has no `ddp_sync` without DDP, and in runs of schema 1: that is no difference.
@@ -214,15 +217,32 @@ def _counts(value: str, differs: str) -> str:
     return " IS DISTINCT FROM ".join(sides)
 
 
-def _summary_differs(p: str) -> str:
+# How far the norm of one tensor may lie apart in two ways to add it up, of the norm; and what comes to that for the
+# sum, whose terms may cancel: float32's unit for what they are at most without signs, sqrt(numel) times the norm.
+_AS_ADDED_UP, _OF_TERMS = 1e-6, 1.2e-7
+
+
+def _summary_differs(p: str, is_alike: bool) -> str:
     norms = " OR ".join(
-        f"b.{p}{s} IS DISTINCT FROM c.{p}{s}"
-        for s in ("numel", "norm", "abs_max", "sum", "nan_count", "inf_count")
+        _apart(p, statistic, is_alike)
+        for statistic in ("numel", "norm", "abs_max", "sum", "nan_count", "inf_count")
     )
     return (
         f"(CASE WHEN b.{p}fingerprint IS NOT NULL AND c.{p}fingerprint IS NOT NULL "
         f"THEN b.{p}fingerprint <> c.{p}fingerprint ELSE ({norms}) END)"
     )
+
+
+def _apart(p: str, statistic: str, is_alike: bool) -> str:
+    unequal = f"b.{p}{statistic} IS DISTINCT FROM c.{p}{statistic}"
+    if is_alike or statistic not in ("norm", "sum"):
+        return unequal
+    share = str(_AS_ADDED_UP)
+    if statistic == "sum":
+        share += f" + {_OF_TERMS} * sqrt(b.{p}numel)"
+    distance = f"abs(b.{p}{statistic} - c.{p}{statistic})"
+    near = f"{distance} <= ({share}) * greatest(b.{p}norm, c.{p}norm)"
+    return f"({unequal} AND NOT coalesce({near}, false))"
 
 
 def _relative_error(p: str) -> str:

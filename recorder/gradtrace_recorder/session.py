@@ -291,8 +291,8 @@ class _Live:
                 "overwritten": dict(flight.overwritten),
                 "flight": flight.as_json(),
             }
-        if recording.native is not None:
-            own["observer"] = recording.native.as_json()
+        native = recording.native
+        own["observer"] = {"kind": "python"} if native is None else native.as_json()
         self.claim.write_rank_file(
             {
                 **self._about,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import gradtrace_recorder
 from gradtrace_recorder.observers.native.build import library
 from gradtrace_schemas.journal import NULL_INT32
+from support.commands import told
 from support.host_device import host_device
 from support.recorded import recording, rows
 from support.same_rows import both
@@ -402,6 +404,26 @@ def test_threads_with_passes_of_their_own_do_not_disturb_each_other(
     assert rows(run, "SELECT count(*), count(DISTINCT (backward_index, event_index)) FROM node_events") == [
         (4 * 60, 4 * 60)
     ]  # fmt: skip
+
+
+def test_norms_that_two_observers_added_up_are_the_same_to_diff(tmp_path: Path) -> None:
+    """They agree to 1e-6 and not to the last bit. Which observer it was is told, as no number of the job's."""
+
+    def job() -> list[float]:
+        torch.manual_seed(0)
+        return train(nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 3)), 3)
+
+    both(tmp_path, job, summary="norms")
+    code, said = told("diff", tmp_path / "python", tmp_path / "native")
+    assert code == 0 and said.startswith("identical: "), said
+    assert re.search(r"observer +python +native", said), said
+    norms = [
+        rows(
+            tmp_path / one, "SELECT output_norm, output_sum FROM module_calls ORDER BY record_index"
+        )
+        for one in ("python", "native")
+    ]
+    assert norms[0] != norms[1]  # else this proves nothing
 
 
 def test_hooks_leave_their_nodes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -166,6 +167,17 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     assert not list((tmp_path / "cache").rglob("*.so")) and not list(
         (tmp_path / "cache").rglob("build-*")
     )
+
+
+def test_a_compiler_that_is_named_and_does_not_run_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for named in ("/nonexistent", "g++ -O1", "false"):
+        monkeypatch.setenv("CXX", named)
+        with pytest.raises(
+            NotBuilt, match=re.escape(f"CXX names {named!r}, which is no compiler that runs")
+        ):
+            build_native()
 
 
 def test_a_library_that_fails_its_trial_is_not_kept(

@@ -91,6 +91,8 @@ def info_object(name: str, held: Inventory) -> dict[str, Any]:
         "unsummarised": held.unsummarised,
         "replay_skipped": held.replay_skipped,
         "problems": held.problems,
+        "observers": held.observers,
+        "left_to_python": held.left_to_python,
         "recorder_share": held.recorder_share,
         "notices": run.notices,
     }
@@ -114,6 +116,11 @@ def _facts(held: Inventory) -> Iterator[tuple[str, str]]:
     yield "flight", _flight(held)
     for trigger in trigger_lines(held.run):
         yield "trigger", trigger
+    left = _counts(held.left_to_python)
+    yield (
+        "observer",
+        ", ".join(held.observers) + (f"; passes left to Python: {left}" if left else ""),
+    )
     if held.recorder_share is not None:
         yield "recorder took", f"{held.recorder_share:.2%} of the steps' time"
     yield "dropped", _counts(held.dropped)

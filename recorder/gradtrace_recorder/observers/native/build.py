@@ -229,8 +229,9 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> None:
 
 def _compiler() -> tuple[str, str]:
     """The C++ compiler, and the first line that it says of itself."""
-    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
-        path = shutil.which(name) if name else None
+    named = os.environ.get("CXX", "").strip()
+    for name in [named] if named else ["c++", "g++", "clang++"]:
+        path = shutil.which(name)
         if path is not None:
             done = subprocess.run(
                 [path, "--version"], capture_output=True, text=True, timeout=60, check=False
@@ -238,6 +239,11 @@ def _compiler() -> tuple[str, str]:
             if done.returncode == 0:
                 said = done.stdout.splitlines() or [""]
                 return path, f"{said[0]} {platform.machine()}"
+    if named:
+        raise NotBuilt(
+            f"CXX names {named!r}, which is no compiler that runs (a path or a name, without options); "
+            "without CXX it is c++, g++ or clang++"
+        )
     raise NotBuilt(
         "the native observer needs a C++ compiler (c++, g++ or clang++; CXX names another), and there is none; "
         "jobs are recorded by the Python observer"
