@@ -416,6 +416,7 @@ def test_norms_that_two_observers_added_up_are_the_same_to_diff(tmp_path: Path) 
     both(tmp_path, job, summary="norms")
     code, said = told("diff", tmp_path / "python", tmp_path / "native")
     assert code == 0 and said.startswith("identical: "), said
+    assert "in norms, sums and counts (norms to 1e-6, as they were not added up alike)" in said
     assert re.search(r"observer +python +native", said), said
     norms = [
         rows(

@@ -47,6 +47,10 @@ def explanation(answer: Answer) -> str:
         return said
     if answer.verdict == "identical":
         how = "bit for bit" if cover.has_fingerprints else "in norms, sums and counts"
+        if not cover.has_fingerprints and any(
+            one["name"] in ("observer", "device") for one in answer.configuration
+        ):
+            how += " (norms to 1e-6, as they were not added up alike)"
         return f"Identical, {how}, in all that both recorded: {extent(cover)}.{lacking(cover)}"
     if answer.verdict == "within_tolerance" and answer.sums is not None:
         return (
