@@ -188,7 +188,7 @@ class Boundaries {
       ++at_;
       next_ = at_ < count_ ? number(at_) : kNoSequenceNumber;
     }
-    return at_ ? PyList_GET_ITEM(frames_, at_ - 1) : nullptr;
+    return at_ && is_whole() ? PyList_GET_ITEM(frames_, at_ - 1) : nullptr;
   }
 
  private:
@@ -198,8 +198,13 @@ class Boundaries {
   Py_ssize_t at_ = 0; // the first that is beyond
   uint64_t next_;
 
+  // Python runs while names are asked for, a signal handler of the job's too: many calls in it, and the oldest go.
+  bool is_whole() const {
+    return std::min(PyList_GET_SIZE(numbers_), PyList_GET_SIZE(frames_)) >= count_;
+  }
+
   uint64_t number(Py_ssize_t at) const {
-    return PyLong_AsUnsignedLongLong(PyList_GET_ITEM(numbers_, at));
+    return is_whole() ? PyLong_AsUnsignedLongLong(PyList_GET_ITEM(numbers_, at)) : kNoSequenceNumber;
   }
 };
 

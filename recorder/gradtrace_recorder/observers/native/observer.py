@@ -235,13 +235,17 @@ class NativePassWatch(PassWatch):
         self.node_count, self.root_node_name = self._native.walk(
             outputs, node_of, self.recording.journal.string, done
         )
-        if all(self._native.is_apart_from(outer._native) for outer in self._outer):
-            self.attach(outputs)
-            if self._observer.put_on(self._native, self._own):
-                self._shared.native.python_nodes.update(self._left)
-                return True
-        self.close(failed=False)
-        return False
+        is_watching = False
+        try:
+            if all(self._native.is_apart_from(outer._native) for outer in self._outer):
+                self.attach(outputs)
+                is_watching = self._observer.put_on(self._native, self._own)
+        finally:
+            if not is_watching:  # an interrupt, too: nothing of ours stays on a Node or a parameter
+                self.close(failed=False)
+        if is_watching:
+            self._shared.native.python_nodes.update(self._left)
+        return is_watching
 
     @property
     def task(self) -> int | None:

@@ -344,12 +344,11 @@ class Pass {
       return;
     }
     Shape shape;
-    const Packed packed = gradients.of(gradient, &shape);
-    Kind kind, other;
-    if (incoming.size() == 1 && incoming[0].defined()) {
-      const void* data = readable(gradient, kind);
-      if (data && gradient.numel() && readable(incoming[0], other) == data && kind == other &&
-          incoming[0].sizes() == gradient.sizes() && incoming[0].strides() == gradient.strides()) {
+    const Read read(gradient);
+    const Packed packed = gradients.of(read, &shape);
+    if (read.data && gradient.numel() && incoming.size() == 1 && incoming[0].defined()) {
+      const Read came(incoming[0]);
+      if (came.data == read.data && came.kind == read.kind && has_same_elements(gradient, incoming[0])) {
         gradients.remember(incoming[0], packed);
       }
     }
