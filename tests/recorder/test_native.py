@@ -23,6 +23,7 @@ import gradtrace_recorder
 from gradtrace_recorder.observers.native.build import library
 from gradtrace_schemas.journal import NULL_INT32
 from support.commands import told
+from support.functions import Raises, applied
 from support.host_device import host_device
 from support.recorded import recording, rows
 from support.same_rows import both
@@ -38,21 +39,6 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return 2 * gradients[0]
-
-
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise ValueError("on purpose")
-
-
-def applied(function: Any, x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = function.apply(x)
-    return made
 
 
 def net() -> nn.Sequential:
@@ -104,7 +90,8 @@ def of_a_function() -> list[float]:
     model = net()
 
     def around(x: torch.Tensor) -> torch.Tensor:
-        return applied(Doubled, x)
+        out: torch.Tensor = applied(Doubled, x)
+        return out
 
     model[1].register_forward_hook(lambda m, a, out: around(out))
     return train(model)

@@ -22,6 +22,7 @@ from torch import nn
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_schemas import ALL_TABLES, layout
 from support import native
+from support.functions import Raises, applied
 from support.recorded import recording
 from support.same_rows import assert_same, comparable
 
@@ -35,16 +36,6 @@ def few_places(monkeypatch: pytest.MonkeyPatch, half_records: int) -> None:
     defaults = JournalWriter.__init__.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "half_records", half_records)
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise ValueError("on purpose")
 
 
 def triggers(run: Path) -> list[dict[str, Any]]:
@@ -76,7 +67,7 @@ def train(
         if step - 1 in expected:
             wait_for(run, sum(one < step for one in expected))
         if what == "raise":
-            out = Fails.apply(out)  # type: ignore[no-untyped-call]
+            out = applied(Raises, out)
         if what == "infinity":
             out.register_hook(lambda gradient: gradient / 0)
         loss = out.square().sum() * (float("nan") if what == "nan" else 1)

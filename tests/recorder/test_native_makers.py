@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradtrace_recorder.attribution import Attribution
 from gradtrace_recorder.summaries.summariser import Summariser
+from support.functions import applied
 from support.recorded import recording, rows
 from support.same_rows import both
 
@@ -55,10 +56,6 @@ class Makes(torch.autograd.Function):
         if ctx.fails:
             raise ValueError("on purpose")
         return gradients[0] * leaf.grad, None, None
-
-
-def applied(function: Any, *arguments: Any) -> Any:
-    return function.apply(*arguments)
 
 
 class Block(nn.Module):
