@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from gradtrace_analyzer.check import check
-from gradtrace_analyzer.compare import compare
+from gradtrace_analyzer.check.check import check
+from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.reports.check import as_object as check_object
-from gradtrace_analyzer.reports.diff_object import as_object as diff_object
-from gradtrace_analyzer.run import open_run
+from gradtrace_analyzer.reports.diff.json_object import as_object as diff_object
+from gradtrace_analyzer.runs.run import open_run
 from support.recorded import recording, rows
 from support.watched import equal_bits
 

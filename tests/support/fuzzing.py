@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 
 from gradtrace_analyzer.cli import is_of_damage
-from gradtrace_analyzer.database import connect
-from gradtrace_analyzer.endings import endings
 from gradtrace_analyzer.errors import GradtraceError
-from gradtrace_analyzer.last_seen import of_journal, of_object
-from gradtrace_analyzer.run import open_run
+from gradtrace_analyzer.failures.endings import endings
+from gradtrace_analyzer.runs.last_seen import of_journal, of_object
+from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.sql.views import connect
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_schemas import ALL_TABLES, TABLES, layout
 from gradtrace_schemas.batches import arrow_table, write_part

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import gradtrace_recorder
-from gradtrace_analyzer.database import connect
-from gradtrace_analyzer.run import open_run
+from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.sql.views import connect
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.database import connect
-from gradtrace_analyzer.run import open_run
+from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas import TABLES
 from support.recorded import recording
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-import gradtrace_analyzer.opening as opening
-from gradtrace_analyzer.chosen import Chosen, chosen
-from gradtrace_analyzer.compare import compare
+import gradtrace_analyzer.diff.pairing.opening as opening
+from gradtrace_analyzer.diff.compare import compare
+from gradtrace_analyzer.diff.names.renames import rename_of
+from gradtrace_analyzer.diff.scope.selection import Chosen, chosen
 from gradtrace_analyzer.errors import BadRename
-from gradtrace_analyzer.renames import rename_of
-from gradtrace_analyzer.reports.diff import lines
-from gradtrace_analyzer.reports.diff_object import as_object
-from gradtrace_analyzer.run import open_run
+from gradtrace_analyzer.reports.diff.json_object import as_object
+from gradtrace_analyzer.reports.diff.text import lines
+from gradtrace_analyzer.runs.run import open_run
 from support.recorded import recording
 from support.scale import Scale
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradtrace_analyzer.compare import compare
-from gradtrace_analyzer.reports.diff_object import as_object
-from gradtrace_analyzer.run import open_run
+from gradtrace_analyzer.diff.compare import compare
+from gradtrace_analyzer.reports.diff.json_object import as_object
+from gradtrace_analyzer.runs.run import open_run
 from support.recorded import recording
 from support.scale import Scale
 from support.synthetic import build_run, summary_columns

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-import gradtrace_analyzer.opening as opening
-from gradtrace_analyzer.chosen import chosen
-from gradtrace_analyzer.compare import compare
-from gradtrace_analyzer.reports.diff_object import as_object
-from gradtrace_analyzer.run import open_run
+import gradtrace_analyzer.diff.pairing.opening as opening
+from gradtrace_analyzer.diff.compare import compare
+from gradtrace_analyzer.diff.scope.selection import chosen
+from gradtrace_analyzer.reports.diff.json_object import as_object
+from gradtrace_analyzer.runs.run import open_run
 from support.recorded import recording
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.database import connect
-from gradtrace_analyzer.endings import endings
-from gradtrace_analyzer.inventory import inventory
-from gradtrace_analyzer.run import open_run
+from gradtrace_analyzer.failures.endings import endings
+from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.sql.inventory import inventory
+from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas import ALL_TABLES
 from support.small_disk import small_disk
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gradtrace_analyzer.database import connect
-from gradtrace_analyzer.run import open_run
+from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas.journal_reader import text_of
 from support.commands import told
 from support.killing import MODELS, Killer

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from gradtrace_analyzer.database import connect
-from gradtrace_analyzer.endings import endings
-from gradtrace_analyzer.run import open_run
+from gradtrace_analyzer.failures.endings import endings
+from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.sql.views import connect
 
 TRAIN = """
 import os, sys, time, torch

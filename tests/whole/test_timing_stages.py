@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.database import connect
-from gradtrace_analyzer.run import open_run
+from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.sql.views import connect
 from support.commands import asked, told
 from support.launcher import run_job
 from support.recorded import rows

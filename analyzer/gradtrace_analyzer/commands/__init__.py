@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from gradtrace_analyzer.exports.whole import whole_file
-from gradtrace_analyzer.run import Run, open_run
+from gradtrace_analyzer.runs.run import Run, open_run
 
 F = TypeVar("F", bound=Callable[..., Any])
 

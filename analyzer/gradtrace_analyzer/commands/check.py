@@ -6,7 +6,8 @@ from typing import Literal
 
 import click
 
-from gradtrace_analyzer import check as judge
+from gradtrace_analyzer.check.check import Verdict
+from gradtrace_analyzer.check.check import check as judged
 from gradtrace_analyzer.commands import (
     answer,
     attempt_option,
@@ -14,11 +15,11 @@ from gradtrace_analyzer.commands import (
     report_format_option,
     run_argument,
 )
-from gradtrace_analyzer.database import run_names
 from gradtrace_analyzer.reports.check import as_object, lines
 from gradtrace_analyzer.reports.tables import json_text
+from gradtrace_analyzer.sql.views import run_names
 
-_EXIT: dict[judge.Verdict, int] = {"clean": 0, "violated": 1, "incomparable": 2}
+_EXIT: dict[Verdict, int] = {"clean": 0, "violated": 1, "incomparable": 2}
 
 
 @click.command()
@@ -39,7 +40,7 @@ def check(
     Exit status: 0 clean (warnings alone are), 1 violated, 2 nothing could be judged.
     """
     runs = opened_runs((run,), attempt)
-    found = judge.check(runs[0], compressing=compressing)
+    found = judged(runs[0], compressing=compressing)
     if format == "json":
         answer([json_text(as_object(found), indent=2)])
     else:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from gradtrace_analyzer.chosen import CHOOSABLE, chosen
 from gradtrace_analyzer.commands import (
     answer,
     attempt_option,
@@ -15,20 +14,21 @@ from gradtrace_analyzer.commands import (
     report_format_option,
     write_output,
 )
-from gradtrace_analyzer.compare import compare
-from gradtrace_analyzer.database import run_names
+from gradtrace_analyzer.diff.compare import compare
+from gradtrace_analyzer.diff.gate import ANY, Gate, exit_status, failing, failure_words, gate_of
+from gradtrace_analyzer.diff.names.renames import rename_of
+from gradtrace_analyzer.diff.pairing.pairs import SIDES
+from gradtrace_analyzer.diff.scope.selection import CHOOSABLE, chosen
 from gradtrace_analyzer.errors import NoRepeat
-from gradtrace_analyzer.gate import ANY, Gate, exit_status, failing, failure_words, gate_of
-from gradtrace_analyzer.pairing import SIDES
-from gradtrace_analyzer.renames import rename_of
-from gradtrace_analyzer.reports.diff import lines
-from gradtrace_analyzer.reports.diff_object import as_object
-from gradtrace_analyzer.reports.junit import junit_xml
-from gradtrace_analyzer.reports.slower import timing_lines, timing_object
+from gradtrace_analyzer.numerics.tolerance import PRECISIONS
+from gradtrace_analyzer.reports.diff.json_object import as_object
+from gradtrace_analyzer.reports.diff.junit import junit_xml
+from gradtrace_analyzer.reports.diff.text import lines
+from gradtrace_analyzer.reports.diff.timing import timing_lines, timing_object
 from gradtrace_analyzer.reports.tables import json_text
-from gradtrace_analyzer.run import Run, is_same_recording
+from gradtrace_analyzer.runs.run import Run, is_same_recording
+from gradtrace_analyzer.sql.views import run_names
 from gradtrace_analyzer.timing.slower import compared_runs
-from gradtrace_analyzer.tolerance import PRECISIONS
 
 _EXIT = {"identical": 0, "within_tolerance": 0, "different": 1, "incomparable": 2}
 

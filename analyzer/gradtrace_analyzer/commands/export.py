@@ -7,12 +7,12 @@ from pathlib import Path
 import click
 
 from gradtrace_analyzer.commands import attempt_option, opened_runs, runs_argument, tell
-from gradtrace_analyzer.database import connect
 from gradtrace_analyzer.errors import IncompleteRun
 from gradtrace_analyzer.exports.perfetto import write_trace
 from gradtrace_analyzer.exports.tables import write_database, write_tables
 from gradtrace_analyzer.exports.timeline import timeline
-from gradtrace_analyzer.run import Run, ranks_phrase
+from gradtrace_analyzer.runs.run import Run, ranks_phrase
+from gradtrace_analyzer.sql.views import connect
 from gradtrace_analyzer.timing.slices import Steps, steps_of
 
 _file = click.Path(path_type=Path, dir_okay=False)

@@ -13,10 +13,10 @@ from gradtrace_analyzer.commands import (
     report_format_option,
     run_argument,
 )
-from gradtrace_analyzer.database import run_names
-from gradtrace_analyzer.endings import STUCK_SECONDS, Verdict, endings
+from gradtrace_analyzer.failures.endings import STUCK_SECONDS, Verdict, endings
 from gradtrace_analyzer.reports.failures import as_object, lines
 from gradtrace_analyzer.reports.tables import json_text
+from gradtrace_analyzer.sql.views import run_names
 
 _EXIT: dict[Verdict, int] = {"well": 0, "found": 1, "unknown": 2}
 

@@ -11,10 +11,10 @@ from gradtrace_analyzer.commands import (
     opened_runs,
     runs_argument,
 )
-from gradtrace_analyzer.database import run_names
-from gradtrace_analyzer.inventory import inventory
 from gradtrace_analyzer.reports.info import SIZE_COLUMNS, info_lines, info_object, size_rows
 from gradtrace_analyzer.reports.tables import Format, csv_lines, json_text
+from gradtrace_analyzer.sql.inventory import inventory
+from gradtrace_analyzer.sql.views import run_names
 
 
 @click.command()

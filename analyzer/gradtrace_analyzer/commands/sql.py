@@ -12,10 +12,10 @@ import click
 from gradtrace_analyzer.commands import answer, attempt_option, format_option, opened_runs, tell
 from gradtrace_analyzer.errors import BadQuery
 from gradtrace_analyzer.exports.rows import SUFFIXES, write_rows
-from gradtrace_analyzer.library import NamedQuery, Value, named_queries, named_query, value_of
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.reports.tables import Format, rendered
-from gradtrace_analyzer.untrusted_sql import DEFAULT_MEMORY_LIMIT, answered
+from gradtrace_analyzer.sql.library import NamedQuery, Value, named_queries, named_query, value_of
+from gradtrace_analyzer.sql.sealed import DEFAULT_MEMORY_LIMIT, answered
 
 _TABLE_ROWS = 100
 _MOST_COUNTED = 1_000_000

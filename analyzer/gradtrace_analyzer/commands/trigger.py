@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from gradtrace_analyzer.commands import answer, attempt_option, run_argument
-from gradtrace_analyzer.flights import triggered
-from gradtrace_analyzer.run import open_run, spans
+from gradtrace_analyzer.runs.flight import triggered
+from gradtrace_analyzer.runs.run import open_run, spans
 
 
 @click.command()

@@ -10,7 +10,7 @@ import pyarrow as pa
 from gradtrace_analyzer.errors import BadQuery
 from gradtrace_analyzer.exports.whole import whole_file
 from gradtrace_analyzer.reports.tables import distinct, rendered
-from gradtrace_analyzer.untrusted_sql import Answer
+from gradtrace_analyzer.sql.sealed import Answer
 
 SUFFIXES = (".parquet", ".csv", ".json")
 _ROWS_AT_ONCE = 100_000

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from gradtrace_analyzer.database import connect, text_literal
 from gradtrace_analyzer.errors import CannotWrite
 from gradtrace_analyzer.exports.whole import whole_file
 from gradtrace_analyzer.progress import progress
-from gradtrace_analyzer.run import Run
+from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.sql.views import connect, text_literal
 from gradtrace_schemas import ALL_TABLES
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from gradtrace_analyzer.check import Answer, Cover
-from gradtrace_analyzer.laws.law import Law, Violation
-from gradtrace_analyzer.laws.phrases import counted, steps_phrase
+from gradtrace_analyzer.check.check import Answer, Cover
+from gradtrace_analyzer.check.law import Law, Violation
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.run import ranks_phrase
+from gradtrace_analyzer.runs.run import ranks_phrase
+from gradtrace_analyzer.words.nouns import counted, steps_phrase
 
 _KEYS = (
     "step",

@@ -6,14 +6,14 @@ import datetime
 from collections.abc import Iterator
 from typing import Any
 
-from gradtrace_analyzer.endings import Ending, Endings
-from gradtrace_analyzer.failures import FailedPass
-from gradtrace_analyzer.last_seen import LastSeen, Place
-from gradtrace_analyzer.laws.phrases import counted, listed, module_phrase, verb
+from gradtrace_analyzer.failures.endings import Ending, Endings
+from gradtrace_analyzer.failures.failed_passes import FailedPass
+from gradtrace_analyzer.failures.under_way import StageAction
+from gradtrace_analyzer.failures.waiting import Wait
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.run import ranks_phrase, spans
-from gradtrace_analyzer.under_way import StageAction
-from gradtrace_analyzer.waiting import Wait
+from gradtrace_analyzer.runs.last_seen import LastSeen, Place
+from gradtrace_analyzer.runs.run import ranks_phrase, spans
+from gradtrace_analyzer.words.nouns import counted, listed, module_phrase, verb
 
 COLUMNS = ("rank", "state", "step", "where", "since", "waits for", "exception")
 _MOST_ALIKE = 8  # ranks of which each gets a sentence where they all ended by themselves

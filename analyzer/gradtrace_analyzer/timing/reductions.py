@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.laws.hooks import chains_collectives
-from gradtrace_analyzer.run import ranks_phrase
+from gradtrace_analyzer.check.laws.hooks import chains_collectives
+from gradtrace_analyzer.runs.run import ranks_phrase
 from gradtrace_analyzer.timing.clocks import MAKE_CLOCKS, HostClock, aligned_hosts
 from gradtrace_analyzer.timing.slices import Steps
 

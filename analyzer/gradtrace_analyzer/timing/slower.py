@@ -15,8 +15,8 @@ from math import erfc, sqrt
 from statistics import median
 from typing import Literal
 
-from gradtrace_analyzer.database import connect
-from gradtrace_analyzer.run import Run
+from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.sql.views import connect
 from gradtrace_analyzer.timing.series import Place, RunSeries, Samples, What, run_series
 
 FEWEST_STEPS = 3

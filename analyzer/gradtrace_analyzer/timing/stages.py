@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.pipelines import KINDS
+from gradtrace_analyzer.sql.pipelines import KINDS
 from gradtrace_analyzer.timing.pipelines import MessageClock, pipelines
 from gradtrace_analyzer.timing.slices import Steps
 from gradtrace_analyzer.timing.slowest import Judgement, SlowLink, judged_stages, slow_link

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradtrace_analyzer.compare import compare
-from gradtrace_analyzer.reports.diff_object import as_object
-from gradtrace_analyzer.run import open_run
+from gradtrace_analyzer.diff.compare import compare
+from gradtrace_analyzer.reports.diff.json_object import as_object
+from gradtrace_analyzer.runs.run import open_run
 from support.accuracy.families import FAMILIES
 from support.accuracy.faults import KINDS
 from support.accuracy.training import BASELINES, CHANGES, DTYPES, train

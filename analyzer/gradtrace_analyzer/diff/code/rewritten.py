@@ -1,0 +1,210 @@
+"""What a legal change of the code leaves behind: rows of one side alone, and gradients scaled for a while.
+
+Casts of mixed precision, forwards that are recomputed, Nodes that a compiler fused, an optimizer's other kernel: where
+what the optimizer saw agrees, they are set aside, so that the comparison goes on around them. They are counted and
+named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import duckdb
+
+from gradtrace_analyzer.diff.pairing.pairs import SIDES, opened_places, within
+
+# Nodes that exist to convert between dtypes, which is what mixed precision is.
+_CASTS = "('ToCopyBackward0')"
+
+_GRADIENT_TABLES = {
+    "node_events": ("reads", "writes"),
+    "gradients": ("writes",),
+    "buckets": ("reads", "writes"),
+}
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Rows that one side alone has and that change nothing: `count` of this kind and name, from `first_step` on."""
+
+    kind: str
+    name: str
+    only_in: str
+    count: int
+    first_step: int
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Steps in which the candidate's loss and gradients are `factor` times the baseline's until they are unscaled."""
+
+    factor: float
+    first_step: int
+    step_count: int
+
+
+def unscale(connection: duckdb.DuckDBPyConnection) -> list[Scaled]:
+    """Divide the candidate's rows by a loss scale, where one was taken back before the optimizer saw the gradients.
+
+    A loss scale is a power of two, by which the loss differs, and by which the accumulated gradients differ more than
+    the final ones do (in the median over the parameters: a fault changes both). Where no optimizer was recorded to have
+    seen the gradients nothing tells a scale from a fault.
+    """
+    if not _any(connection, "differing_backward_passes"):
+        return []
+    # A step that a scaler skips has none, where others have.
+    if not all(_any(connection, f"{side}.gradients WHERE point = 'final'") for side in SIDES):
+        return []
+    ratio = "writes_c_norm / nullif(writes_b_norm, 0)"
+    finite = "(coalesce(writes_c_nan_count, 0) + coalesce(writes_c_inf_count, 0) = 0)"
+    connection.execute(
+        "CREATE OR REPLACE TEMP TABLE scaling AS WITH losses AS ("
+        "SELECT rank, step, median(value_c_loss / nullif(value_b_loss, 0)) AS factor FROM differing_backward_passes "
+        "WHERE only_in IS NULL AND key_kind = 'backward' GROUP BY ALL), "
+        "powers AS (SELECT rank, step, 2.0 ** round(log2(factor)) AS factor FROM losses WHERE factor > 0 "
+        "AND abs(factor / 2.0 ** round(log2(factor)) - 1) < 0.1 AND round(log2(factor)) <> 0), "
+        f"points AS (SELECT rank, step, median({ratio}) FILTER (key_point = 'local' AND {finite}) AS local, "
+        f"coalesce(bool_or(key_point = 'local' AND NOT {finite}), false) AS is_spoilt, "
+        f"coalesce(median({ratio}) FILTER (key_point = 'final'), 1) AS final "
+        "FROM differing_gradients WHERE only_in IS NULL GROUP BY ALL) "
+        "SELECT rank, step, factor FROM powers JOIN points USING (rank, step) "
+        # Where a fault left no finite gradient nothing tells, but that losses are no powers of two by themselves.
+        "WHERE coalesce(local = 0 OR abs(local / factor / nullif(final, 0) - 1) < 0.2, is_spoilt)"
+    )
+    found = connection.execute(
+        "SELECT factor, min(step), count(DISTINCT step) FROM scaling GROUP BY ALL ORDER BY 2"
+    ).fetchall()
+    if not found:
+        return []
+    for table, roles in _GRADIENT_TABLES.items():
+        points = " AND d.key_point <> 'final'" * (table == "gradients")
+        for role in roles:
+            c = f"{role}_c_"
+            divided = ", ".join(f"{c}{s} = d.{c}{s} / f.factor" for s in ("norm", "abs_max", "sum"))
+            connection.execute(
+                f"UPDATE differing_{table} d SET {divided}, {c}sketch = "
+                f"[(x / f.factor)::FLOAT FOR x IN d.{c}sketch] FROM scaling f "
+                f"WHERE f.rank = d.rank AND f.step = d.step{points}"
+            )
+            a, b = f"d.{role}_b_", f"d.{c}"
+            larger = f"greatest({a}norm, {b}norm)"
+            connection.execute(
+                f"UPDATE differing_{table} d SET {role}_error = CASE WHEN {larger} = 0 THEN 0 "
+                f"WHEN len({a}sketch) = len({b}sketch) THEN list_distance({a}sketch::DOUBLE[], {b}sketch::DOUBLE[]) "
+                f"/ {larger} ELSE abs({a}norm - {b}norm) / {larger} END FROM scaling f WHERE f.rank = d.rank "
+                f"AND f.step = d.step AND d.{role}_error IS NOT NULL{points}"
+            )
+        errors = ", ".join(f"CASE WHEN {role}_differs THEN {role}_error END" for role in roles)
+        connection.execute(f"UPDATE differing_{table} SET error = greatest({errors}, NULL)")
+    connection.execute(
+        "UPDATE differing_backward_passes d SET value_c_loss = d.value_c_loss / f.factor, "
+        "error = abs(d.value_c_loss / f.factor - d.value_b_loss) / greatest(abs(d.value_b_loss), 1e-300) "
+        "FROM scaling f WHERE f.rank = d.rank AND f.step = d.step"
+    )
+    return [Scaled(*row) for row in found]
+
+
+def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False) -> list[Aside]:
+    """Take rows of one side alone out of `differing_*` where they change nothing; the judgement must be written.
+
+    They do not where all gradients that the optimizer saw pair and agree in that step; where the same row is
+    alone in such a step; and where they are casts or recomputed forwards (`known_only`: these alone), or lie in a
+    module of which the other side runs compiled code in that step.
+    """
+    lone = [
+        t
+        for t in ("node_events", "module_calls")
+        if _any(connection, f"differing_{t} WHERE only_in IS NOT NULL")
+    ]
+    here = within(opened_places(connection)) if lone else "false"
+    connection.execute(
+        "CREATE OR REPLACE TEMP TABLE anchored AS SELECT DISTINCT rank, step FROM baseline.gradients t "
+        f"SEMI JOIN opened USING (rank, step) WHERE point = 'final' AND {here} EXCEPT "
+        "(SELECT rank, step FROM differing_gradients WHERE key_point = 'final' AND (beyond OR only_in IS NOT NULL) "
+        "UNION SELECT rank, step FROM differing_backward_passes WHERE beyond OR only_in IS NOT NULL "
+        "UNION SELECT rank, step FROM differing_parameters WHERE only_in IS NOT NULL)"
+    )
+    found: list[Aside] = []
+    for table, key, name in (
+        ("node_events", ("root", "module_fqn", "node_name"), "key_node_name"),
+        ("module_calls", ("root", "module_fqn", "phase"), "key_module_fqn"),
+    ):
+        same = " AND ".join(f"o.key_{k} IS NOT DISTINCT FROM d.key_{k}" for k in key)
+        known = (
+            f"d.key_node_name IN {_CASTS}"
+            if table == "node_events"
+            else "d.key_phase = 'recompute' AND EXISTS (SELECT 1 FROM baseline.module_calls m WHERE m.rank = d.rank "
+            "AND m.step = d.step AND m.root = d.key_root AND m.module_fqn = d.key_module_fqn)"
+        )
+        condition = (
+            "d.only_in IS NOT NULL AND (EXISTS (SELECT 1 FROM anchored a WHERE a.rank = d.rank AND a.step = d.step) "
+            f"OR {known} OR EXISTS (SELECT 1 FROM differing_{table} o SEMI JOIN anchored USING (rank, step) "
+            f"WHERE o.only_in = d.only_in AND {same}) OR {_in_compiled()})"
+        )
+        if known_only:
+            condition = f"d.only_in IS NOT NULL AND ({known})"
+        if table not in lone:
+            continue
+        connection.execute(
+            f"CREATE OR REPLACE TEMP TABLE aside AS SELECT d.rowid AS id FROM differing_{table} d WHERE {condition}"
+        )
+        found += [
+            Aside({"node_events": "node", "module_calls": "call"}[table], *row)
+            for row in connection.execute(
+                f"SELECT {name}, only_in, count(*), min(step) FROM differing_{table} d "
+                "JOIN aside ON aside.id = d.rowid GROUP BY ALL ORDER BY count(*) DESC, 1"
+            ).fetchall()
+        ]
+        connection.execute(f"DELETE FROM differing_{table} WHERE rowid IN (SELECT id FROM aside)")
+    # A group whose only difference is the kernel that computes its update.
+    kernels = connection.execute(
+        "SELECT count(*), min(step) FROM differing_optimizer_groups WHERE NOT exceeds"
+    ).fetchone()
+    if kernels is not None and kernels[0]:
+        found.append(Aside("optimizer kernel", "fused or foreach", "both", *kernels))
+        connection.execute("DELETE FROM differing_optimizer_groups WHERE NOT exceeds")
+    return found
+
+
+def _any(connection: duckdb.DuckDBPyConnection, rows: str) -> bool:
+    return connection.execute(f"SELECT 1 FROM {rows} LIMIT 1").fetchone() is not None
+
+
+def _in_compiled() -> str:
+    """A condition: the other side's backward pass of the row's module, or of one around it, is one compiled Node."""
+    return " OR ".join(
+        f"(d.only_in = '{side}' AND EXISTS (SELECT 1 FROM {other}.node_events n WHERE n.rank = d.rank "
+        "AND n.step = d.step AND n.node_name LIKE 'CompiledFunction%' AND (coalesce(n.module_fqn, '') = '' "
+        "OR d.key_module_fqn = n.module_fqn OR starts_with(d.key_module_fqn, n.module_fqn || '.'))))"
+        for side, other in (("baseline", "candidate"), ("candidate", "baseline"))
+    )
+
+
+def aside_sentence(found: Sequence[Aside]) -> str:
+    """What was set aside, in words."""
+    said = []
+    for kind, one in (("node", "Node"), ("call", "module call")):
+        for side in ("baseline", "candidate"):
+            mine = [a for a in found if (a.kind, a.only_in) == (kind, side)]
+            if mine:
+                named = ", ".join(a.name or "the root" for a in mine[:3])
+                more = ", ..." if len(mine) > 3 else ""
+                count = sum(a.count for a in mine)
+                said.append(f"{count:,} {one}{'s' * (count != 1)} in the {side} ({named}{more})")
+    parts = [f"On one side alone, without effect on what the optimizer saw: {'; '.join(said)}."]
+    return (parts[0] if said else "") + (
+        f"{' ' * bool(said)}The optimizer computes its update with another kernel (fused, foreach)."
+        if any(a.kind == "optimizer kernel" for a in found)
+        else ""
+    )
+
+
+def scaled_sentence(found: Sequence[Scaled]) -> str:
+    """That a loss scale was divided out."""
+    first = found[0]
+    return (
+        f"The candidate's loss and gradients are {first.factor:g} times the baseline's until they are "
+        "unscaled, from step "
+        f"{first.first_step} on (a loss scale): they were compared, and are shown, divided by it."
+    )

@@ -1,0 +1,1 @@
+"""Runs whose work is divided otherwise: over ranks, shards, stages, accumulation."""

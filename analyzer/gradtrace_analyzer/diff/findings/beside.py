@@ -1,0 +1,99 @@
+"""What lies around the origins of a step: its root's name, the ranks reached later, and all that stayed equal."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gradtrace_analyzer.diff.answer import Origin, Reached
+from gradtrace_analyzer.diff.difference import Difference
+from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS, link_of
+from gradtrace_analyzer.diff.origins.chain import enclosing
+from gradtrace_analyzer.diff.scope.cover import Cover
+from gradtrace_analyzer.runs.run import spans
+
+
+def with_root(origin: Origin, roots: Mapping[int, str]) -> Origin:
+    """The origin with its root module's number and class, where there are several and no stage tells them apart."""
+    root = origin.difference.key.get("root")
+    if root is None or origin.place is not None or len(roots) < 2 or root not in roots:
+        return origin
+    return replace(origin, root_name=root_name(root, roots))
+
+
+def root_name(root: int, roots: Mapping[int, str]) -> str:
+    """`root 1 (Discriminator)`."""
+    return f"root {root} ({roots[root]})" if roots.get(root) else f"root {root}"
+
+
+def with_later(origins: Sequence[Origin], spread: Sequence[Mapping[str, Any]]) -> list[Origin]:
+    """The origins; a single one with the ranks that it reached in a later step only."""
+    if len(origins) != 1:
+        return list(origins)
+    [origin] = origins
+    known = {*origin.ranks, *(reached.rank for reached in origin.reached)}
+    first: dict[int, Mapping[str, Any]] = {}
+    for entry in sorted(spread, key=lambda e: (e["first_step"], LINKS.index(e["link"]))):
+        if entry["rank"] not in known and entry["first_step"] >= origin.step:
+            first.setdefault(entry["rank"], entry)
+    later = [Reached(rank, e["first_step"], e["link"], {}) for rank, e in sorted(first.items())]
+    return [replace(origin, reached=(*origin.reached, *later))]
+
+
+def equal_in_step(
+    differences: Sequence[Difference],
+    cover: Cover,
+    modules: Collection[tuple[int, str]],
+    roots: Mapping[int, str],
+    points: Collection[str],
+) -> dict[str, tuple[str, ...]]:
+    """What has no row that differs: ranks, links on all ranks, and modules with all that is in them on all ranks.
+
+    `points` are those at which gradients were recorded in the step.
+    """
+    apart = {d.link for d in differences}
+    links = {
+        link_of(table.table, point)
+        for table in LINK_TABLES
+        if cover.rows.get(table.table)
+        for point in _points(table.table)
+        if table.table != "gradients" or point in points
+    }
+    touched = {place for d in differences for place in _modules_of(d)}
+    untouched = {place for place in modules if place not in touched}
+    outermost = [
+        (root, fqn)
+        for root, fqn in sorted(untouched)
+        if not any((root, around) in untouched for around in enclosing(fqn)[1:])
+    ]
+    ranks = sorted(set(cover.ranks) - {d.rank for d in differences})
+    return {
+        "ranks": tuple(spans(ranks).split(",")) if ranks else (),
+        "links": tuple(
+            link for link in LINKS if link in links - apart and cover.chosen.wants_link(link)
+        ),
+        "modules": tuple(
+            (fqn or "the root module") + (f" of {root_name(root, roots)}" if len(roots) > 1 else "")
+            for root, fqn in outermost
+        ),
+    }
+
+
+def _points(table: str) -> tuple[str | None, ...]:
+    if table == "parameters":
+        return ("before", "after")
+    return ("local", "reduced", "final") if table == "gradients" else (None,)
+
+
+def _modules_of(d: Difference) -> set[tuple[int, str]]:
+    """The modules that a difference lies in: its own and those around it.
+
+    A bucket's parameters have rows of their own.
+    """
+    root, fqn, name = (d.key.get(k) for k in ("root", "module_fqn", "parameter_fqn"))
+    if root is None or d.table == "buckets":
+        return set()
+    owners = [] if name is None else [str(name).rpartition(".")[0]]
+    owners += [] if fqn is None else [fqn]
+    return {(root, around) for owner in owners for around in enclosing(owner)}

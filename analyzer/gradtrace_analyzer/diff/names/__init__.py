@@ -1,0 +1,1 @@
+"""Names of the candidate that stand for other names of the baseline."""

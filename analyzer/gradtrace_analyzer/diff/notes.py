@@ -1,0 +1,79 @@
+"""Sentences beside an answer: what a person should know of the runs before they believe it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gradtrace_analyzer.diff.align import Alignment
+from gradtrace_analyzer.diff.answer import Origin
+from gradtrace_analyzer.diff.code.rewritten import Aside
+from gradtrace_analyzer.diff.code.structure import Structure
+from gradtrace_analyzer.failures.endings import endings
+from gradtrace_analyzer.reports.failures import died_phrase
+from gradtrace_analyzer.runs.run import Run, is_same_recording, ranks_phrase
+
+
+def compared_with_itself(runs: Mapping[str, Run]) -> list[str]:
+    """That it was, where both sides are one recording."""
+    if not is_same_recording(runs["baseline"], runs["candidate"]):
+        return []
+    return ["Both sides are the same recording: it was compared with itself."]
+
+
+def counted_only(structure: Structure, aside: Sequence[Aside], count: int) -> list[str]:
+    """That what one side alone has is not told of all steps, where it is told, or was set `aside`."""
+    if not count or not (structure.lone or any(a.only_in != "both" for a in aside)):
+        return []
+    which = "1 more step" if count == 1 else f"{count:,} more steps"
+    return [
+        f"What one side alone has was looked for in the steps that were opened; of {which} what differs was counted."
+    ]
+
+
+def partly_followed(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
+    """That a step holds more differences than were followed, so that what an origin hands on is counted too low."""
+    count = alignment.left_out(origins[0].step) if origins else 0
+    if not count:
+        return []
+    return [
+        f"{count:,} more rows differ in that step than were followed; what is inherited is counted without them."
+    ]
+
+
+def abandoned(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
+    """That one side gave up a forward where the other went on, for what it alone has."""
+    for origin in origins:
+        if origin.link != "structure":
+            continue
+        counts = alignment.abandoned_forwards(origin.step, origin.difference.rank)
+        if counts is not None and counts[0] != counts[1]:
+            before, after = (n or "none" for n in counts)
+            return [
+                f"In that step, rank {origin.difference.rank} made {before} "
+                f"{'forward' if counts[0] == 1 else 'forwards'} in the baseline that no backward pass "
+                f"followed, and {after} in the candidate."
+            ]
+    return []
+
+
+def deaths_of(runs: Mapping[str, Run]) -> list[str]:
+    """Where ranks of a side died: what others then failed or stopped with follows from that."""
+    found = []
+    for side, run in runs.items():
+        if run.incomplete_ranks:
+            found += [
+                f"The {side}'s {died_phrase(e)}." for e in endings(run).of("died", "silent")[:4]
+            ]
+    return found
+
+
+def rng_notes(alignment: Alignment, steps: Sequence[int]) -> list[str]:
+    """That generators differ, where no difference shows it."""
+    for step in steps:
+        ranks = alignment.rng_differs(step)
+        if ranks:
+            return [
+                f"The random generators differ from step {step} on ({ranks_phrase(ranks)}), "
+                "but nothing that was recorded depends on them."
+            ]
+    return []

@@ -1,0 +1,1 @@
+"""Which of a step's differences follow from no other: the origins, and what inherits from each."""

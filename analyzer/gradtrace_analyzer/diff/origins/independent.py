@@ -1,0 +1,195 @@
+"""The independent origins of a step over all ranks, and what inherits from each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gradtrace_analyzer.diff.answer import Origin, Reached
+from gradtrace_analyzer.diff.difference import Difference
+from gradtrace_analyzer.diff.origins.across_ranks import joined
+from gradtrace_analyzer.diff.origins.dataflow import Dataflow
+from gradtrace_analyzer.diff.origins.dependency_graph import Causes
+from gradtrace_analyzer.diff.origins.stage_edges import StageEdges
+from gradtrace_analyzer.diff.origins.step_facts import Circumstances
+
+# Its place in the answer, its vertex, the origin.
+Found = tuple[tuple[Any, ...], int, Origin]
+# An origin told from the rows of a rank that begin with it.
+Told = Callable[[int, list[Difference]], Origin]
+
+
+def independent(
+    firsts: Sequence[Origin],
+    rows: Mapping[int, Sequence[Difference]],
+    dataflow: Dataflow,
+    circumstances: Circumstances,
+    told: Told,
+    *,
+    edges: StageEdges | None = None,
+    exceeding: bool,
+) -> tuple[list[Origin], list[Origin]]:
+    """(origins, inherited): `firsts` are each rank's first difference, in the order of the chain.
+
+    A rank's first is inherited where it follows from another rank's; what else differs on a rank without
+    following from its first, or from anything, is an origin of its own. `edges` are those of a pipeline.
+    """
+    begun = {first.difference.rank: first for first in firsts}
+    chains = {rank: _from_first(first, rows.get(rank, ())) for rank, first in begun.items()}
+    failed = {
+        rank: first.failure.row["node_name"] is None
+        for rank, first in begun.items()
+        if first.failure is not None
+    }
+    causes = joined(chains, dataflow, circumstances, failed, edges, exceeding=exceeding)
+    found: list[Found] = []
+    place_in_chain = {id(first): n for n, first in enumerate(firsts)}
+    for v in causes.origins():
+        d = causes.rows[v]
+        assert d is not None
+        first = begun[d.rank]
+        if d is chains[d.rank][0]:
+            found.append(((0, place_in_chain[id(first)]), v, first))
+        else:
+            own = chains[d.rank]
+            at = next(n for n, row in enumerate(own) if row is d)
+            origin = told(d.rank, own[at:])
+            others = _others(causes, v)
+            found.append(((1, v), v, replace(origin, other_count=others)))
+    found.sort(key=lambda entry: entry[0])
+    found = _without_rewritten(found, causes)
+    merged, numbers = _merged(found)
+    if not merged:
+        return list(firsts), []
+    origins = _with_heirs(merged, causes, causes.ancestors(numbers))
+    own_ranks = {rank for origin in origins for rank in origin.ranks}
+    return origins, [first for first in firsts if first.difference.rank not in own_ranks]
+
+
+def _without_rewritten(found: Sequence[Found], causes: Causes) -> list[Found]:
+    """The origins; a parameter that the optimizer left elsewhere than its gradient says, and a Node of its module
+    that gave another gradient before, are one: the parameter was changed in between."""
+    kept: list[Found] = []
+    for place, v, origin in found:
+        d = origin.difference
+        name = str(d.key.get("parameter_fqn") or "")
+        node = next(
+            (
+                n
+                for n, (_, _, other) in enumerate(kept)
+                if origin.link == "optimizer"
+                and d.table == "parameters"
+                and other.difference.table == "node_events"
+                and not other.between
+                and (other.difference.rank, other.difference.key["root"]) == (d.rank, d.key["root"])
+                and other.module_fqn == name.rpartition(".")[0]
+            ),
+            None,
+        )
+        if node is None:
+            kept.append((place, v, origin))
+            continue
+        causes.feeders[v].add(kept[node][1])
+        kept[node] = (*kept[node][:2], replace(kept[node][2], rewritten=name))
+    return kept
+
+
+def _from_first(first: Origin, own: Sequence[Difference]) -> list[Difference]:
+    """A rank's rows with its first in front; what lies before it is left out where that cannot be its cause."""
+    at = next((n for n, row in enumerate(own) if row is first.difference), None)
+    if at is None:
+        key = (first.difference.table, dict(first.difference.key))
+        at = next((n for n, row in enumerate(own) if (row.table, dict(row.key)) == key), None)
+    if at is None:
+        return [first.difference, *own]
+    before = [] if first.aside is not None else own[:at]
+    return [own[at], *before, *own[at + 1 :]]
+
+
+def _others(causes: Causes, v: int) -> int:
+    """How many rows of the same kind follow this one alone: one cause changes many of them."""
+    row = causes.rows[v]
+    return sum(
+        1
+        for other, feeders in zip(causes.rows, causes.feeders, strict=True)
+        if feeders == {v}
+        and other is not None
+        and other is not row
+        and row is not None
+        and (other.table, other.link) == (row.table, row.link)
+        and row.table in ("parameters", "gradients", "buckets", "inputs")
+    )
+
+
+def same_place_merged(origins: Sequence[Origin]) -> list[Origin]:
+    """The same place on several ranks is one origin."""
+    return _merged([((n,), n, origin) for n, origin in enumerate(origins)])[0]
+
+
+def _merged(
+    found: Sequence[Found],
+) -> tuple[list[Origin], dict[int, int]]:
+    """The same place on several ranks, or in several passes, is one origin: they, and the number of each vertex."""
+    numbers: dict[int, int] = {}
+    place_numbers: dict[tuple[Any, ...], int] = {}
+    origins: list[Origin] = []
+    for _, v, origin in found:
+        place = _place(origin)
+        number = place_numbers.setdefault(place, len(origins))
+        numbers[v] = number
+        if number == len(origins):
+            origins.append(origin)
+            continue
+        known = origins[number]
+        if origin.difference.rank in known.ranks:
+            origins[number] = replace(known, repeat_count=known.repeat_count + 1)
+        else:
+            origins[number] = replace(known, ranks=(*known.ranks, *origin.ranks))
+    return origins, numbers
+
+
+def _place(origin: Origin) -> tuple[Any, ...]:
+    d = origin.difference
+    scale = None if origin.factor is None or origin.link != "loss" else f"{origin.factor:.3g}"
+    passing = () if origin.failure is not None else ("microbatch", "backward_index")
+    key = (str(d.key[k]) for k in sorted(d.key) if k not in passing)
+    return (origin.link, d.table, origin.between, scale, *key)
+
+
+def _with_heirs(
+    origins: Sequence[Origin], causes: Causes, ancestors: Sequence[int]
+) -> list[Origin]:
+    """The origins, each with the rows that inherit from it, and where it reached each other rank first."""
+    heirs: list[dict[str, tuple[int, int]]] = [{} for _ in origins]
+    reached: list[dict[int, Reached]] = [{} for _ in origins]
+    masks: dict[int, int] = {}
+    rows: dict[int, Difference] = {}
+    for row, mask in zip(causes.rows, ancestors, strict=True):
+        if row is not None:
+            rows.setdefault(id(row), row)
+            masks[id(row)] = masks.get(id(row), 0) | mask
+    for key, row in rows.items():
+        mask = masks[key]
+        for number in _numbers_in(mask):
+            alone, shared = heirs[number].get(row.link, (0, 0))
+            if mask == 1 << number:
+                alone += 1
+            else:
+                shared += 1
+            heirs[number][row.link] = (alone, shared)
+            if row.rank not in origins[number].ranks:
+                reached[number].setdefault(row.rank, Reached.by(row))
+    return [
+        replace(origin, heirs=heirs[n], reached=tuple(reached[n][r] for r in sorted(reached[n])))
+        for n, origin in enumerate(origins)
+    ]
+
+
+def _numbers_in(mask: int) -> list[int]:
+    found = []
+    while mask:
+        lowest = mask & -mask
+        found.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return found

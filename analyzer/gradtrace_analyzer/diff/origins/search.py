@@ -1,0 +1,170 @@
+"""Looks for the origins of one step: first where each rank first differs, then, where asked, all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gradtrace_analyzer.diff.align import Alignment
+from gradtrace_analyzer.diff.answer import Origin
+from gradtrace_analyzer.diff.difference import Difference
+from gradtrace_analyzer.diff.links import LOCAL_LINKS
+from gradtrace_analyzer.diff.origins.dataflow import Dataflow
+from gradtrace_analyzer.diff.origins.firsts import by_rank, firsts, told
+from gradtrace_analyzer.diff.origins.from_code import Split, origin_of_code, split
+from gradtrace_analyzer.diff.origins.independent import independent, same_place_merged
+from gradtrace_analyzer.diff.origins.stage_edges import received_apart
+from gradtrace_analyzer.diff.origins.step_reader import Surroundings
+from gradtrace_analyzer.failures.failed_passes import Failure
+
+
+class StepSearch:
+    """The differences of a step; with `exceeding`, those beyond tolerance."""
+
+    def __init__(
+        self,
+        alignment: Alignment,
+        here: Surroundings,
+        failures: Sequence[Failure],
+        steps: Sequence[int],
+        *,
+        exceeding: bool,
+    ) -> None:
+        """`steps` are all that both sides recorded."""
+        step, structure = here.step, alignment.structure
+        self._alignment = alignment
+        self._here = here
+        self._exceeding = exceeding
+        differences = alignment.differences_at(step)
+        apart = Split(differences, [])
+        # Compiled code computes the same within rounding: what differs by more does not follow from it.
+        if any(not entry.is_compiled for entry in structure.code):
+            apart = split(
+                differences,
+                structure,
+                alignment.rng_differs(step),
+                exceeding=exceeding,
+                is_proven=any(earlier < step for earlier in steps),
+            )
+        self._differences = apart.others
+        self._edges = alignment.stage_edges(step)
+        self._modules = {
+            d.rank: alignment.module_fqns(step, d.rank, d.key["root"])
+            for d in _module_calls(self._differences)
+        }
+        forwards = any(d.table in ("inputs", "module_calls") for d in self._differences)
+        # Two passes of a step may fail, one after another: the first is the reason.
+        failed = {f.rank: f for f in reversed(failures) if f.step == step}
+        self._of_code: list[Origin] = []
+        if apart.following and not apart.others and not failed:
+            changed = alignment.first_changed(step)
+            self._of_code = [
+                origin_of_code(structure, apart.following, changed, exceeding=exceeding)
+            ]
+        self._rows = by_rank(self._differences, exceeding=exceeding)
+        self._firsts = firsts(
+            self._rows,
+            # Parameters that one side alone has took random numbers: that the generators differ is no news.
+            () if structure.has_parameters else alignment.rng_to_blame(step),
+            self._modules,
+            exceeding=exceeding,
+            failures=failed,
+            unused=here.unused_forwards() if forwards else {},
+        )
+        if self._edges is not None:
+            edges = self._edges
+            self._firsts = [edges.lone_action(first, differences) for first in self._firsts]
+
+    @property
+    def firsts(self) -> list[Origin]:
+        """Where ranks first differ by themselves, or, where none does, where they first differ together."""
+        if self._of_code:
+            return self._of_code
+        local = [o for o in self._firsts if _is_of_its_rank(o)]
+        return self._placed(same_place_merged(local or self._firsts))
+
+    def origins(self) -> tuple[list[Origin], list[Origin]]:
+        """(origins, inherited): all that do not follow from another, and what ranks without one first inherit.
+
+        Where all follows from changed code, that is the origin.
+        """
+        if self._of_code:
+            return self._of_code, []
+        step = self._here.step
+        # A generator that stood elsewhere when the next step began may have been disturbed in this one.
+        disturbed = self._alignment.rng_differs(step) | self._alignment.rng_differs(step + 1)
+        dataflow = self._here.dataflow(self._rows)
+        origins, inherited = independent(
+            self._firsts,
+            self._rows,
+            dataflow,
+            self._here.circumstances(self._differences, disturbed),
+            self._told,
+            edges=self._edges,
+            exceeding=self._exceeding,
+        )
+        origins = [_with_positions(self._here, o) for o in origins]
+        origins = _with_one_activation(origins, dataflow)
+        return self._placed(origins), self._placed(inherited)
+
+    def _placed(self, origins: Sequence[Origin]) -> list[Origin]:
+        """The origins with the stage, microbatch and half that they are in."""
+        if self._edges is None:
+            return list(origins)
+        apart = received_apart(self._differences)
+        return [self._edges.placed(origin, apart) for origin in origins]
+
+    def _told(self, rank: int, own: list[Difference]) -> Origin:
+        modules = self._modules.get(rank, ())
+        return told(own, rng_differs=False, modules=modules, exceeding=self._exceeding)
+
+
+def _with_one_activation(origins: list[Origin], dataflow: Dataflow) -> list[Origin]:
+    """The origins, marked where modules called with the same tensor each gave some gradients otherwise: a change of
+    that tensor, which both saved, would explain them together."""
+    called_with: dict[object, list[int]] = {}
+    for n, origin in enumerate(origins):
+        key = origin.difference.key
+        if origin.positions and origin.rewritten is None and not origin.between:
+            names = ("microbatch", "root", "module_fqn")
+            place = (origin.difference.rank, *(key[name] for name in names))
+            row = dataflow.call("baseline", *place, call_index=key["call_index"])
+            if row is not None and row.arrived != (None,):
+                called_with.setdefault((origin.difference.rank, row.arrived), []).append(n)
+    shared = {n for together in called_with.values() if len(together) > 1 for n in together}
+    return [replace(o, shares_input=n in shared) for n, o in enumerate(origins)]
+
+
+def _is_of_its_rank(origin: Origin) -> bool:
+    """Whether it lies in what the rank does by itself."""
+    if origin.failure is not None and origin.failure.row["node_name"] is None:
+        return False  # it failed while it waited, or in a check: another rank may be the reason
+    if origin.link != "bucket":
+        return origin.link in LOCAL_LINKS or origin.link in ("structure", "stage")
+    return origin.between or bool(origin.difference.values)
+
+
+def _with_positions(here: Surroundings, origin: Origin) -> Origin:
+    """A Node's origin with those of its gradients that differ, where not all do; one alone gives the numbers."""
+    d = origin.difference
+    if d.table != "node_events" or None in d.event_indices:
+        return origin
+    direction = "grad_output" if origin.between else "grad_input"
+    gradients, before, after = here.node_gradients(d, direction)
+    if before != after:
+        return replace(origin, gradient_counts=(before, after))
+    apart = {n: g for n, g in enumerate(gradients) if g is not None and g.differs}
+    if not apart or len(apart) == sum(g is not None for g in gradients):
+        return origin
+    change = next(iter(apart.values())) if len(apart) == 1 else origin.change
+    count = sum(g is not None for g in gradients)
+    return replace(origin, positions=tuple(apart), position_count=count, change=change)
+
+
+def _module_calls(differences: Sequence[Difference]) -> list[Difference]:
+    """The first differing module call of each rank."""
+    first: dict[int, Difference] = {}
+    for difference in differences:
+        if difference.table == "module_calls":
+            first.setdefault(difference.rank, difference)
+    return list(first.values())

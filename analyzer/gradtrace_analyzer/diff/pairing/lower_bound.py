@@ -1,0 +1,238 @@
+"""What may exceed its tolerance, on arrays: held against the least that the rule can allow.
+
+`Judgement` allows no row less, whatever else its step shows. So a step that is not proposed here does not exceed; one
+that is may not, which is seen once it is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from gradtrace_analyzer.diff.links import LinkTable
+from gradtrace_analyzer.numerics.arrays import (
+    Array,
+    Side,
+    codes_of,
+    numbers_of,
+    sketches_of,
+    values_of,
+)
+from gradtrace_analyzer.numerics.tolerance import DECISIVE, Least, roundoff
+
+Flags = npt.NDArray[np.bool_]
+
+# The floors of `Judgement` and `judge_updates`, where these allow the least.
+_NOISE_FLOOR, _ROUNDED, _STATISTICS = 1e-3, 8.0, 64.0
+
+
+@dataclass
+class Known:
+    """What the judgement of a rank's rows hangs on in other tables, by step.
+
+    `arriving` is the largest gradient that reached a Node of a module; `final` the relative errors of what the
+    optimizer saw, in the order of `parameters`, NaN where a gradient is equal or was not seen.
+    """
+
+    arriving: dict[int, float] = field(default_factory=dict)
+    parameters: dict[tuple[int, str], int] = field(default_factory=dict)
+    final: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One role of a table's rows: both sides, which pairs differ, and their relative errors."""
+
+    sides: Sequence[Side]
+    apart: Flags
+    error: Array
+
+    @property
+    def larger(self) -> Array:
+        """The larger norm of each pair."""
+        return np.asarray(np.maximum(self.sides[0].norm, self.sides[1].norm))
+
+
+def beyond_least(
+    table: LinkTable,
+    rows: tuple[pa.Table, pa.Table],
+    judged: Sequence[Judged],
+    starts: Array,
+    least: Least,
+    moved: frozenset[int],
+    known: Known,
+) -> Flags:
+    """The rows that may exceed. `starts` is where steps begin; what later tables hang on is noted in `known`."""
+    if table.table == "parameters":
+        return _parameters(rows[0], judged[0], least, moved, known)
+    if table.table == "gradients":
+        _note_final(rows[0], judged[0], known)
+    if table.table == "inputs":
+        [one] = judged
+        a, b = (_units(side) for side in one.sides)
+        once = np.where(a != b, 1.01 * np.maximum(a, b), 0.0)
+        return np.asarray(one.apart & ~(one.error <= once))
+    if table.table == "node_events":
+        _note_arriving(rows[0], judged, starts, known.arriving)
+    is_forward = table.table == "module_calls"
+    found = np.zeros(len(rows[0]), bool)
+    for one in judged:
+        share = _share(table, rows[0], one, starts, known.arriving)
+        allowed = _each(one, least.forward if is_forward else least.layer) * _decisive(one)
+        found |= one.apart & ~(one.error * share <= allowed)
+        if len(table.sides) == 2 and one is judged[-1] and one.sides[0].prefix == table.sides[1][1]:
+            found |= _lengthened(table, rows, one, share, _each(one, least.norm))
+    return found
+
+
+def _each(one: Judged, allowed: Callable[[float], float]) -> Array:
+    """What each pair is allowed by the coarser of its dtypes."""
+    found = [_by_dtype(side, allowed) for side in one.sides]
+    return np.asarray(np.maximum(*found))
+
+
+def _units(side: Side) -> Array:
+    return _by_dtype(side, lambda unit: unit)
+
+
+def _by_dtype(side: Side, of: Callable[[float], float]) -> Array:
+    """Of each row what follows from its dtype's unit roundoff; one number where all rows have one dtype."""
+    name = f"{side.prefix}dtype"
+    places, names = codes_of(side.rows, name)
+    if len(names) == 1 and not side.rows.column(name).null_count:
+        return np.array([of(roundoff(names[0]))])
+    return np.asarray(np.array([*(of(roundoff(name)) for name in names), of(0.0)])[places])
+
+
+def _decisive(one: Judged) -> float:
+    lanes = sketches_of(one.sides[1].rows, f"{one.sides[1].prefix}sketch")[0].shape[1]
+    return DECISIVE.get(lanes, 1.0)
+
+
+def _lengthened(
+    table: LinkTable, rows: tuple[pa.Table, pa.Table], one: Judged, share: Array, allowed: Array
+) -> Flags:
+    """Rows that hand on more or less than they received, beyond rounding."""
+    reads = [values_of(side, f"{table.sides[0][1]}norm")[0] for side in rows]
+    a, b = one.sides
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gain = np.abs(b.norm / a.norm / (reads[1] / reads[0]) - 1)
+    many = (a.numel >= 64) & (a.numel == b.numel)
+    return np.asarray(one.apart & many & np.isfinite(gain) & (gain * share > allowed))
+
+
+def _note_arriving(
+    rows: pa.Table, judged: Sequence[Judged], starts: Array, arriving: dict[int, float]
+) -> None:
+    reads = [
+        values_of(side, "grad_output_norm")
+        for side in (judged[0].sides[0].rows, judged[0].sides[1].rows)
+    ]
+    apart = np.logical_or.reduce([one.apart for one in judged])
+    of_module = _is_present(rows, "module_fqn") & ~_is_present(rows, "parameter_fqn")
+    largest = np.maximum(*(np.where(has, norm, 0.0) for norm, has in reads))
+    by_step = np.maximum.reduceat(np.where(apart & of_module, largest, 0.0), starts)
+    for step, most in zip(numbers_of(rows, "step")[starts].tolist(), by_step.tolist(), strict=True):
+        arriving[step] = max(arriving.get(step, 0.0), most)
+
+
+def _note_final(rows: pa.Table, one: Judged, known: Known) -> None:
+    """The errors of the gradients that the optimizer saw."""
+    points, names = codes_of(rows, "point")
+    if "final" not in names:
+        return
+    chosen = np.flatnonzero((points == names.index("final")) & one.apart)
+    steps = numbers_of(rows, "step")[chosen]
+    places = _places_of(rows, known)[chosen]
+    for step in np.unique(steps).tolist():
+        errors = known.final.get(step, np.empty(0, np.float32))
+        missing = max(0, len(known.parameters) - len(errors))
+        errors = np.r_[errors, np.full(missing, np.nan, np.float32)]
+        of_step = steps == step
+        errors[places[of_step]] = one.error[chosen][of_step]
+        known.final[step] = errors
+
+
+def _places_of(rows: pa.Table, known: Known) -> npt.NDArray[np.int64]:
+    """The number of each row's parameter."""
+    fqns, names = codes_of(rows, "parameter_fqn")
+    pairs = numbers_of(rows, "root").astype(np.int64) * (len(names) + 1) + fqns
+    each, inverse = np.unique(pairs, return_inverse=True)
+    numbers = [
+        known.parameters.setdefault(
+            (int(pair) // (len(names) + 1), names[int(pair) % (len(names) + 1)]),
+            len(known.parameters),
+        )
+        for pair in each.tolist()
+    ]
+    return np.asarray(np.array(numbers, np.int64)[inverse])
+
+
+def _is_present(rows: pa.Table, name: str) -> Flags:
+    """Where a text is not null."""
+    places, names = codes_of(rows, name)
+    return np.asarray(places < len(names))
+
+
+def _share(
+    table: LinkTable, rows: pa.Table, one: Judged, starts: Array, arriving: dict[int, float]
+) -> Array:
+    """What part of the noise floor a gradient's norm is, at most 1."""
+    if table.table not in ("gradients", "node_events"):
+        return np.ones(len(rows))
+    steps = numbers_of(rows, "step")[starts].tolist()
+    lengths = np.diff(np.r_[starts, len(rows)])
+    floors = np.repeat([_NOISE_FLOOR * arriving.get(step, 0.0) for step in steps], lengths)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(floors > 0, np.minimum(1.0, one.larger / floors), 1.0)
+
+
+def _share_of_update(rows: pa.Table, least: Least, known: Known) -> Array:
+    """What part of its update a parameter's new difference may be, from the error of its gradient."""
+    places = _places_of(rows, known)
+    errors = np.zeros(len(rows))
+    steps = numbers_of(rows, "step")
+    for step in np.unique(steps).tolist():
+        final = known.final.get(step)
+        if final is not None:
+            of_step = (steps == step) & (places < len(final))
+            errors[of_step] = np.nan_to_num(final[places[of_step]], nan=0.0)
+    return np.asarray(least.of_update(errors))
+
+
+def _parameters(
+    rows: pa.Table, one: Judged, least: Least, moved: frozenset[int], known: Known
+) -> Flags:
+    """Before a step what changed since the one before, or a statistic that is far off; after it what is more than what
+    differed before, rounding, and a share of the update."""
+    steps = numbers_of(rows, "step")
+    units = np.maximum(*(_units(side) for side in one.sides))
+    points, names = codes_of(rows, "point")
+    is_after = points == (names.index("after") if "after" in names else -1)
+    has_moved = np.isin(steps, np.fromiter(moved, np.int64, len(moved)))
+    far = one.error > _STATISTICS * _each(one, least.forward)
+    fqns, _ = codes_of(rows, "parameter_fqn")
+    order = np.lexsort((is_after, fqns, numbers_of(rows, "root"), steps))
+    places = np.empty(len(order), np.int64)
+    places[order] = np.arange(len(order))
+    before = order[np.maximum(places - 1, 0)]
+    after_it = order[np.minimum(places + 1, len(order) - 1)]
+    # What the optimizer leaves is judged there: only a statistic has no row after it.
+    far &= ~(is_after[after_it] & (fqns[after_it] == fqns) & (steps[after_it] == steps))
+    paired = is_after & ~is_after[before] & (fqns[before] == fqns) & (steps[before] == steps)
+    paired &= numbers_of(rows, "root")[before] == numbers_of(rows, "root")
+    change = one.error * one.larger
+    added = change - np.where(paired, np.where(one.apart, change, 0.0)[before], 0.0)
+    update = np.zeros(len(order))
+    for side in one.sides:
+        lanes, _ = sketches_of(side.rows, f"{side.prefix}sketch")
+        moved_by = np.linalg.norm(lanes.astype(np.float64) - lanes[before], axis=1)
+        update = np.maximum(update, np.where(paired, moved_by, 0.0))
+    share = _share_of_update(rows, least, known)
+    allowed = least.scale * (_ROUNDED * units * one.larger + share * update)
+    after = is_after & ~(added <= allowed)
+    return np.asarray(one.apart & (after | (~is_after & (has_moved | far))))

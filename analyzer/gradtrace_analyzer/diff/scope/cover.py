@@ -1,0 +1,230 @@
+"""What of two runs can be compared, what was compared, and what of it is missing, lost or was never recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import duckdb
+
+from gradtrace_analyzer.diff.divided.by_stage import Stages
+from gradtrace_analyzer.diff.links import LINK_TABLES
+from gradtrace_analyzer.diff.scope.selection import Chosen
+from gradtrace_analyzer.runs.run import Run, ranks_phrase, spans
+from gradtrace_analyzer.sql.footers import Counts
+
+
+@dataclass(frozen=True)
+class Cover:
+    """What was compared, and what was not. `flights` are the steps that each side which is a flight recording has.
+
+    Where there are `stages`, what are called ranks here are the stages of a pipeline, which the sides have on ranks of
+    their own; it gives the candidate's.
+    """
+
+    ranks: tuple[int, ...]
+    steps: Mapping[int, tuple[int, ...]]
+    rows: Mapping[str, int]
+    missing_ranks: Mapping[str, tuple[int, ...]]
+    missing_steps: Mapping[str, Mapping[int, tuple[int, ...]]]
+    incomplete_ranks: Mapping[str, tuple[int, ...]]
+    dropped: Mapping[str, Mapping[str, int]]
+    unsummarised: Mapping[str, Mapping[str, int]]
+    filters: Mapping[str, Mapping[str, Any]]
+    unread: Mapping[str, tuple[tuple[str, int], ...]]
+    problems: Mapping[str, tuple[str, ...]]
+    has_fingerprints: bool = True
+    flights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    stages: Mapping[int, int] = field(default_factory=dict)
+    world_size: int = 1
+    chosen: Chosen = field(default_factory=Chosen)
+
+    @property
+    def by_stage(self) -> bool:
+        """Whether stages were compared in place of ranks."""
+        return bool(self.stages)
+
+    @property
+    def sees_all_ranks(self) -> bool:
+        """Whether every rank of the job was compared, or every stage."""
+        everyone = set(self.stages) if self.by_stage else set(range(self.world_size))
+        return set(self.ranks) >= everyone
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether modules or links were left out, when recording or now."""
+        filtered = any("modules" in of_side for of_side in self.filters.values())
+        return bool(filtered or self.chosen.modules or self.chosen.links)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether both sides recorded the same ranks, nothing of it is lost, and no rank stopped before others
+        or was cut off. (A run that was asked to make fewer steps is whole.)"""
+        uneven = len({self.steps.get(rank, ()) for rank in self.ranks}) > 1
+        cut_short = uneven or any(self.incomplete_ranks.values())
+        return not (
+            any(self.missing_ranks.values())
+            or any(self.unread.values())
+            or any(self.problems.values())
+            or (cut_short and any(self.missing_steps.values()))
+        )
+
+
+def lacking_words(cover: Cover) -> str:
+    lacking = [
+        f"the {side} lacks {ranks_phrase(missing)}"
+        for side, missing in cover.missing_ranks.items()
+        if missing
+    ] + [
+        f"the {side} has lost rows of {table} of rank {rank}"
+        for side, places in cover.unread.items()
+        for table, rank in places
+    ]
+    lacking += [
+        f"the recorder of the {side} gave up in part ({problems[0]})"
+        for side, problems in cover.problems.items()
+        if problems
+    ]
+    lacking += [
+        f"the {side} lacks {held(steps, 'step')} of rank {rank}"
+        for side, by_rank in cover.missing_steps.items()
+        for rank, steps in by_rank.items()
+    ]
+    return f"{' and '.join(lacking)}, of which nothing can be said"
+
+
+def cover_of(
+    runs: Mapping[str, Run],
+    ranks: Sequence[int],
+    steps: Mapping[str, Mapping[int, Sequence[int]]],
+    rows: Mapping[str, int],
+    unread: Mapping[str, Sequence[tuple[str, int]]],
+    stages: Stages | None = None,
+    chosen: Chosen | None = None,
+) -> Cover:
+    wanted = chosen or Chosen()
+    everywhere = {r for run in runs.values() for r in (*run.ranks, *run.missing_ranks)}
+    if _common_rank_filter(runs):
+        everywhere = {r for run in runs.values() for r in run.ranks}
+    everywhere = {rank for rank in everywhere if wanted.wants_rank(rank)}
+    missing = {side: tuple(sorted(everywhere - set(run.ranks))) for side, run in runs.items()}
+    if stages is not None:
+        # Only what its own side lacks: the other may have more ranks for the same stages.
+        missing = {side: run.missing_ranks for side, run in runs.items()}
+    other = {"baseline": "candidate", "candidate": "baseline"}
+    return Cover(
+        ranks=tuple(ranks),
+        steps={rank: tuple(of_rank) for rank, of_rank in steps["both"].items()},
+        rows=rows,
+        missing_ranks=missing,
+        missing_steps={
+            side: {rank: tuple(own) for rank, own in steps[other[side]].items()} for side in runs
+        },
+        incomplete_ranks={
+            side: tuple(filter(wanted.wants_rank, run.incomplete_ranks))
+            for side, run in runs.items()
+        },
+        dropped={side: _counts(run, "dropped") for side, run in runs.items()},
+        unsummarised={side: _counts(run, "unsummarised") for side, run in runs.items()},
+        filters={side: _filters(run) for side, run in runs.items()},
+        unread={
+            side: tuple(place for place in places if wanted.wants_rank(place[1]))
+            for side, places in unread.items()
+        },
+        problems={side: tuple(problems_of(run)) for side, run in runs.items()},
+        flights={
+            side: tuple(sorted({*all_steps(steps["both"]), *all_steps(steps[side])}))
+            for side, run in runs.items()
+            if run.flight_steps is not None
+        },
+        stages={} if stages is None else stages.ranks["candidate"],
+        world_size=max((run.world_size or 1 for run in runs.values()), default=1),
+        chosen=wanted,
+        has_fingerprints=all(setting(run, "summary") in ("full", None) for run in runs.values()),
+    )
+
+
+def held(numbers: Sequence[int] | Mapping[int, Any], what: str = "rank") -> str:
+    plural = "s" if len(numbers) > 1 else ""
+    return f"{what}{plural} {spans(numbers)}" if numbers else f"no {what}"
+
+
+def all_steps(by_rank: Mapping[int, Sequence[int]]) -> list[int]:
+    """The steps of all ranks."""
+    return sorted({step for of_rank in by_rank.values() for step in of_rank})
+
+
+def setting(run: Run, name: str) -> Any:
+    for info in run.ranks.values():
+        return (info.facts.get("settings") or {}).get(name)
+    return None
+
+
+def asked_differently(runs: Mapping[str, Run]) -> bool:
+    """Whether the sides were told to record different things: then what one alone has says nothing."""
+    return len({run.schema_version for run in runs.values()}) > 1 or any(
+        len({str(setting(run, name)) for run in runs.values()}) > 1
+        for name in ("detail", "summary", "modules")
+    )
+
+
+def problems_of(run: Run) -> list[str]:
+    """What the recorder itself says went wrong, on any rank."""
+    return [
+        f"rank {rank}: {text}"
+        for rank, info in run.ranks.items()
+        for text in info.facts.get("problems") or ()
+    ]
+
+
+def torn_ends(connection: duckdb.DuckDBPyConnection, side: str, run: Run) -> dict[int, int]:
+    """The last step that each rank reached which did not end its recording."""
+    found = {}
+    for rank in run.incomplete_ranks:
+        row = connection.execute(
+            f"SELECT max(step) FROM (SELECT step FROM {side}.parameters WHERE rank = ? UNION ALL "
+            f"SELECT step FROM {side}.module_calls WHERE rank = ? UNION ALL "
+            f"SELECT step FROM {side}.node_events WHERE rank = ? UNION ALL "
+            f"SELECT step FROM {side}.backward_passes WHERE rank = ?)",
+            [rank] * 4,
+        ).fetchone()
+        if row is not None and row[0] is not None:
+            found[rank] = row[0]
+    return found
+
+
+def lost_rows(run: Run, counts: Counts) -> list[tuple[str, int]]:
+    """(table, rank) of which rows that were recorded are not there any more: lost or damaged parts."""
+    found = {(d.part.table, d.part.rank) for d in run.damaged}
+    for table in ("steps", *(table.table for table in LINK_TABLES)):
+        for rank, info in run.ranks.items():
+            recorded = (info.facts.get("recorded") or {}).get(table, 0)
+            if info.is_complete and counts.of(table, rank) < recorded:
+                found.add((table, rank))
+    return sorted(found)
+
+
+def _common_rank_filter(runs: Mapping[str, Run]) -> bool:
+    """Whether both sides were asked for the same ranks only: the others are missed by nobody."""
+    asked = [
+        {str(info.facts.get("settings", {}).get("ranks")) for info in run.ranks.values()}
+        for run in runs.values()
+    ]
+    return asked[0] == asked[1] and asked[0] not in ({"[]"}, set())
+
+
+def _counts(run: Run, name: str) -> dict[str, int]:
+    """Counts of all ranks' json, added up by reason."""
+    total: dict[str, int] = {}
+    for info in run.ranks.values():
+        for reason, count in (info.facts.get(name) or {}).items():
+            total[reason] = total.get(reason, 0) + count
+    return total
+
+
+def _filters(run: Run) -> dict[str, Any]:
+    for info in run.ranks.values():
+        settings = info.facts.get("settings") or {}
+        return {k: v for k, v in settings.items() if k in ("steps", "ranks", "modules") and v}
+    return {}

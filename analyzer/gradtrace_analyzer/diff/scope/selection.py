@@ -1,0 +1,135 @@
+"""What of two runs a person wants compared: one step, some ranks, modules or links; all of it where nothing is said."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from gradtrace_analyzer.diff.links import LINKS, LinkTable, link_of
+from gradtrace_analyzer.errors import GradtraceError
+from gradtrace_analyzer.runs.run import ranks_phrase
+
+# Links that have rows of their own: the others are told from these.
+CHOOSABLE = tuple(link for link in LINKS if link not in ("configuration", "rng", "structure"))
+
+_POINTS = {"parameters": ("before", "after"), "gradients": ("carried", "local", "reduced", "final")}
+_RANKS = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+class BadChoice(GradtraceError):
+    """What was asked for cannot be read."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What to compare. `ranks` is None for all; the others are empty for all."""
+
+    step: int | None = None
+    ranks: tuple[tuple[int, int], ...] | None = None
+    modules: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing is left out."""
+        return self == Chosen()
+
+    def wants_rank(self, rank: int) -> bool:
+        """Whether a rank is compared."""
+        return self.ranks is None or any(first <= rank <= last for first, last in self.ranks)
+
+    def wants_step(self, step: int) -> bool:
+        """Whether a step is compared."""
+        return self.step is None or step == self.step
+
+    def wants_link(self, link: str) -> bool:
+        """Whether a link is compared."""
+        return not self.links or link in self.links
+
+    def wants_module(self, fqn: str) -> bool:
+        """Whether a module is compared: it, or one around it, matches."""
+        return not self.modules or any(
+            fnmatch.fnmatchcase(fqn, pattern) or fnmatch.fnmatchcase(fqn, f"{pattern}.*")
+            for pattern in self.modules
+        )
+
+    @property
+    def said(self) -> str:
+        """`step 3; rank 1; modules blocks.1*; links backward, bucket`."""
+        parts = [] if self.step is None else [f"step {self.step}"]
+        if self.ranks is not None:
+            parts.append(ranks_phrase(self.listed_ranks))
+        for plural, names in (("module", self.modules), ("link", self.links)):
+            if names:
+                parts.append(f"{plural}{'s' if len(names) > 1 else ''} {', '.join(names)}")
+        return "; ".join(parts)
+
+    @property
+    def listed_ranks(self) -> list[int]:
+        """The ranks asked for."""
+        spans = self.ranks or ()
+        return sorted({rank for first, last in spans for rank in range(first, last + 1)})
+
+    def condition(self, table: LinkTable, prefix: str = "") -> str:
+        """True, in SQL, for the rows of a table that are compared; `prefix` is that of its key's columns."""
+        terms = [] if self.step is None else [f"step = {self.step}"]
+        if self.ranks is not None:
+            either = " OR ".join(f"rank BETWEEN {first} AND {last}" for first, last in self.ranks)
+            terms.append(f"({either})")
+        if self.links:
+            terms.append(self._links(table, prefix))
+        if self.modules:
+            terms.append(self._modules(table, prefix))
+        return " AND ".join(terms) or "true"
+
+    def _links(self, table: LinkTable, prefix: str) -> str:
+        if table.table not in _POINTS:
+            return "true" if link_of(table.table, None) in self.links else "false"
+        points = [p for p in _POINTS[table.table] if link_of(table.table, p) in self.links]
+        return f"{prefix}point IN ({', '.join(map(_quoted, points))})" if points else "false"
+
+    def _modules(self, table: LinkTable, prefix: str) -> str:
+        if table.table in _POINTS:
+            module = f"regexp_replace({prefix}parameter_fqn, '[.]?[^.]*$', '')"
+        elif table.table in ("module_calls", "node_events"):
+            module = f"{prefix}module_fqn"
+        else:
+            return "false"
+        either = (
+            f"{module} GLOB {_quoted(pattern)} OR {module} GLOB {_quoted(pattern + '.*')}"
+            for pattern in self.modules
+        )
+        return f"coalesce({' OR '.join(either)}, false)"
+
+
+def chosen(
+    step: int | None = None,
+    ranks: str | None = None,
+    modules: Sequence[str] = (),
+    links: Collection[str] = (),
+) -> Chosen:
+    """What the options ask for. Raises BadChoice."""
+    if any(not pattern for pattern in modules):
+        raise BadChoice(
+            "--module is empty; give a module's dotted name or a glob, such as 'blocks.1*'"
+        )
+    spans = (
+        None if ranks is None else tuple(_span(part.strip(), ranks) for part in ranks.split(","))
+    )
+    return Chosen(step, spans, tuple(modules), tuple(link for link in LINKS if link in links))
+
+
+def _span(part: str, whole: str) -> tuple[int, int]:
+    found = _RANKS.fullmatch(part)
+    last = int(found[2] or found[1]) if found is not None else -1
+    if found is None or last < int(found[1]):
+        raise BadChoice(f"--rank is {whole!r}, of which {part!r} is no rank; write 3 or 0,4-7")
+    if last - int(found[1]) > 1_000_000:
+        raise BadChoice(f"--rank is {whole!r}, which are more ranks than any job has")
+    return int(found[1]), last
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

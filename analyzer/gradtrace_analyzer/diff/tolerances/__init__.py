@@ -1,0 +1,1 @@
+"""Each pair that differs held against what rounding, or measured noise, explains."""

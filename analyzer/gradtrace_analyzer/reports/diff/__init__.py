@@ -1,0 +1,1 @@
+"""The answer of `analyzer diff` as text, JSON and JUnit XML."""

@@ -1,0 +1,87 @@
+"""What was compared and what was not, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from gradtrace_analyzer.diff.scope.cover import Cover
+from gradtrace_analyzer.runs.run import ranks_phrase, spans
+
+
+def extent(cover: Cover) -> str:
+    """`ranks 0-1, steps 0-5`; rank by rank where their steps differ."""
+    by_steps: dict[tuple[int, ...], list[int]] = {}
+    for rank in cover.ranks:
+        by_steps.setdefault(cover.steps.get(rank, ()), []).append(rank)
+    who = stages_phrase if cover.by_stage else ranks_phrase
+    return "; ".join(f"{who(ranks)}, {_steps(steps)}" for steps, ranks in by_steps.items() if steps)
+
+
+def stages_phrase(stages: Collection[int]) -> str:
+    """`stage 0`, or `stages 0-2`."""
+    return f"stage {spans(stages)}" if len(stages) == 1 else f"stages {spans(stages)}"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    text = spans(steps)
+    return f"step {text}" if text.isdigit() else f"steps {text}"
+
+
+def compared(cover: Cover) -> str:
+    """What was compared, with its numbers of rows."""
+    rows = ", ".join(f"{count:,} {table}" for table, count in cover.rows.items() if count)
+    return f"{extent(cover)}; {rows}" if cover.steps and rows else "nothing"
+
+
+def lacking(cover: Cover) -> str:
+    """What was not compared, as a sentence to follow others; nothing where there is no such thing."""
+    said = list(_lacking_steps(cover))
+    if not cover.chosen.is_all:
+        said.append(f"anything but what was asked for ({cover.chosen.said})")
+    return f" Not compared: {'; '.join(said)}." if said else ""
+
+
+def _lacking_steps(cover: Cover) -> Iterator[str]:
+    for side, by_rank in cover.missing_steps.items():
+        by_steps: dict[tuple[int, ...], list[int]] = {}
+        for rank, steps in by_rank.items():
+            by_steps.setdefault(steps, []).append(rank)
+        who = stages_phrase if cover.by_stage else ranks_phrase
+        for steps, ranks in by_steps.items():
+            yield f"the {side} lacks {_steps(steps)} of {who(ranks)}"
+
+
+def caveats(cover: Cover, *, are_summed: bool = False) -> Iterator[str]:
+    """What restricts the answer, a sentence each. Ranks that are summed over are not missed."""
+    if not cover.chosen.is_all:
+        yield f"Compared only, as asked: {cover.chosen.said}."
+    for steps_lacking in _lacking_steps(cover):
+        yield f"Not compared: {steps_lacking}."
+    for side, steps in cover.flights.items():
+        yield f"The {side} is a flight recording: it holds {_steps(steps)} only."
+    for side in ("baseline", "candidate"):
+        missing = cover.missing_ranks[side]
+        if missing and not are_summed:
+            yield f"Not compared: the {side} lacks {ranks_phrase(missing)}."
+        for table, rank in cover.unread[side]:
+            yield f"Not compared: the {side} has lost rows of {table} of rank {rank}."
+        if cover.incomplete_ranks[side]:
+            ranks = ranks_phrase(cover.incomplete_ranks[side])
+            yield (
+                f"The {side}'s {ranks} did not end the recording (killed, or still running): "
+                "what its last step lacks is no difference."
+            )
+        for what, counts in (
+            ("rows dropped", cover.dropped[side]),
+            ("tensors without a summary", cover.unsummarised[side]),
+        ):
+            if counts:
+                by_reason = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+                yield f"The {side} has {what}: {by_reason}."
+        for problem in cover.problems[side]:
+            yield f"The {side}'s recorder gave up in part: {problem}."
+        if cover.filters[side]:
+            chosen = "; ".join(
+                f"{k} {', '.join(map(str, v))}" for k, v in cover.filters[side].items()
+            )
+            yield f"The {side} recorded only {chosen}."

@@ -1,0 +1,1 @@
+"""The answers of `analyzer timing` as text, JSON and CSV."""

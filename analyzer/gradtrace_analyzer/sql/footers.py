@@ -1,0 +1,59 @@
+"""How many rows each rank has of each table: from the ends of its parts, without reading the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import duckdb
+
+from gradtrace_analyzer.diff.links import LINK_TABLES
+from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.sql.views import path_list
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Rows by (table, rank), those that only a journal holds included."""
+
+    rows: Mapping[tuple[str, int], int]
+
+    def of(self, table: str, rank: int | None = None) -> int:
+        """Rows of a table that a rank has, or all ranks."""
+        if rank is not None:
+            return self.rows.get((table, rank), 0)
+        return sum(count for (name, _), count in self.rows.items() if name == table)
+
+
+def table_counts(connection: duckdb.DuckDBPyConnection, side: str) -> Counts:
+    """Those of a side's views as they are now, which may not be what its parts hold."""
+    names = ["steps", *(table.table for table in LINK_TABLES)]
+    return Counts(
+        {
+            (name, rank): count
+            for name in names
+            for rank, count in connection.execute(
+                f"SELECT rank, count(*) FROM {side}.{name} GROUP BY rank"
+            ).fetchall()
+        }
+    )
+
+
+def row_counts(connection: duckdb.DuckDBPyConnection, run: Run) -> Counts:
+    """Those of one attempt. The connection keeps the footers that were read for the queries that follow."""
+    places = {
+        part.path: (part.table, part.rank)
+        for by_rank in run.parts.values()
+        for parts in by_rank.values()
+        for part in parts
+    }
+    found: dict[tuple[str, int], int] = {}
+    if places:
+        for path, count in connection.execute(
+            f"SELECT file_name, num_rows FROM parquet_file_metadata({path_list(places)})"
+        ).fetchall():
+            found[places[path]] = found.get(places[path], 0) + count
+    for table, by_rank in run.leftovers.items():
+        for rank, rows in by_rank.items():
+            found[table, rank] = found.get((table, rank), 0) + len(rows)
+    return Counts(found)
