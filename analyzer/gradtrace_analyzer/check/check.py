@@ -26,8 +26,9 @@ from gradtrace_analyzer.check.laws.passes import (
 from gradtrace_analyzer.check.laws.reductions import reduction_is_mean
 from gradtrace_analyzer.check.laws.replays import replays_equal
 from gradtrace_analyzer.runs.last_seen import last_seen
-from gradtrace_analyzer.runs.run import Run, ranks_phrase
+from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.views import connect
+from gradtrace_analyzer.words.numbers import ranks_phrase
 
 Verdict = Literal["clean", "violated", "incomparable"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import duckdb
 
-from gradtrace_analyzer.check.laws.hooks import Promise, chains_collectives, promise_of
+from gradtrace_analyzer.numerics.hook_promises import Promise, chains_collectives, promise_of
 
 Rows = list[tuple[Any, ...]]
 

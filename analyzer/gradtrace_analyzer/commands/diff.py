@@ -15,12 +15,13 @@ from gradtrace_analyzer.commands import (
     write_output,
 )
 from gradtrace_analyzer.diff.compare import compare
-from gradtrace_analyzer.diff.gate import ANY, Gate, exit_status, failing, failure_words, gate_of
+from gradtrace_analyzer.diff.gate import ANY, Gate, exit_status, failing, gate_of
+from gradtrace_analyzer.diff.links import SIDES
 from gradtrace_analyzer.diff.names.renames import rename_of
-from gradtrace_analyzer.diff.pairing.pairs import SIDES
 from gradtrace_analyzer.diff.scope.selection import CHOOSABLE, chosen
 from gradtrace_analyzer.errors import NoRepeat
 from gradtrace_analyzer.numerics.tolerance import PRECISIONS
+from gradtrace_analyzer.reports.diff.gate import failure_words
 from gradtrace_analyzer.reports.diff.json_object import as_object
 from gradtrace_analyzer.reports.diff.junit import junit_xml
 from gradtrace_analyzer.reports.diff.text import lines

@@ -11,9 +11,10 @@ from gradtrace_analyzer.errors import IncompleteRun
 from gradtrace_analyzer.exports.perfetto import write_trace
 from gradtrace_analyzer.exports.tables import write_database, write_tables
 from gradtrace_analyzer.exports.timeline import timeline
-from gradtrace_analyzer.runs.run import Run, ranks_phrase
+from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_analyzer.timing.slices import Steps, steps_of
+from gradtrace_analyzer.words.numbers import ranks_phrase
 
 _file = click.Path(path_type=Path, dir_okay=False)
 _folder = click.Path(path_type=Path, file_okay=False)

@@ -18,13 +18,14 @@ from gradtrace_analyzer.errors import IncompleteRun
 from gradtrace_analyzer.reports.tables import Format, csv_lines, json_text
 from gradtrace_analyzer.reports.timing import stages as stage_report
 from gradtrace_analyzer.reports.timing import text as report
-from gradtrace_analyzer.runs.run import Run, spans
+from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.views import connect, run_names
 from gradtrace_analyzer.timing.buckets import bucket_answer
 from gradtrace_analyzer.timing.gantt import chart
 from gradtrace_analyzer.timing.slices import Steps, steps_of
 from gradtrace_analyzer.timing.stages import stage_answer
 from gradtrace_analyzer.timing.steps import rank_steps
+from gradtrace_analyzer.words.numbers import spans
 
 
 @click.command()

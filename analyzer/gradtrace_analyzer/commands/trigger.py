@@ -6,7 +6,8 @@ import click
 
 from gradtrace_analyzer.commands import answer, attempt_option, run_argument
 from gradtrace_analyzer.runs.flight import triggered
-from gradtrace_analyzer.runs.run import open_run, spans
+from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.words.numbers import spans
 
 
 @click.command()

@@ -14,11 +14,9 @@ import duckdb
 
 from gradtrace_analyzer.diff.code.structure import Parts, Structure, structure_of
 from gradtrace_analyzer.diff.difference import Difference, differences
-from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS
-from gradtrace_analyzer.diff.origins.stage_edges import StageEdges, stage_edges
+from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS, SIDES
 from gradtrace_analyzer.diff.pairing.ignored_rows import excuse
 from gradtrace_analyzer.diff.pairing.opening import Opening, Reading
-from gradtrace_analyzer.diff.pairing.pairs import SIDES
 from gradtrace_analyzer.diff.pairing.tally import merged_spread, steps_of
 from gradtrace_analyzer.diff.scope.selection import Chosen
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
@@ -305,10 +303,6 @@ class Alignment:
     def may_differ(self, table: str) -> bool:
         """Whether digests leave it open that a table differs in any step."""
         return self._opening.may_differ(table)
-
-    def stage_edges(self, step: int) -> StageEdges | None:
-        """What the stages of a pipeline hand to each other in a step."""
-        return stage_edges(self._connection, step)
 
     def module_fqns(self, step: int, rank: int, root: int) -> set[str]:
         """The modules of a root that were called in a step."""

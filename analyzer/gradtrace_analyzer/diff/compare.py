@@ -9,11 +9,11 @@ from functools import cache
 import duckdb
 
 from gradtrace_analyzer.diff.align import Alignment
-from gradtrace_analyzer.diff.answer import Answer, Origin, Verdict
+from gradtrace_analyzer.diff.answer import Answer, Verdict
 from gradtrace_analyzer.diff.code.rewritten import aside_sentence, scaled_sentence
 from gradtrace_analyzer.diff.code.structure import Lone, wants_lone
 from gradtrace_analyzer.diff.difference import Change
-from gradtrace_analyzer.diff.divided.by_stage import Stages, arrange, scheduled_otherwise
+from gradtrace_analyzer.diff.divided.by_stage import arrange, scheduled_otherwise
 from gradtrace_analyzer.diff.divided.division import divisions, held_nowhere_else
 from gradtrace_analyzer.diff.divided.sums import Repartitioned, Sums
 from gradtrace_analyzer.diff.findings.beside import equal_in_step, with_later, with_root
@@ -21,6 +21,8 @@ from gradtrace_analyzer.diff.findings.factor_causes import likely_causes
 from gradtrace_analyzer.diff.findings.repeated import repeated
 from gradtrace_analyzer.diff.findings.replayed import replayed
 from gradtrace_analyzer.diff.findings.skipped_batches import skipped_batches
+from gradtrace_analyzer.diff.findings.unseen import unseen_before
+from gradtrace_analyzer.diff.links import TABLE_NAMES
 from gradtrace_analyzer.diff.names.likely_renames import Naming, settle_names
 from gradtrace_analyzer.diff.names.renames import Rename, new_names
 from gradtrace_analyzer.diff.notes import (
@@ -31,6 +33,7 @@ from gradtrace_analyzer.diff.notes import (
     partly_followed,
     rng_notes,
 )
+from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.origins.firsts import by_rank
 from gradtrace_analyzer.diff.origins.firsts import firsts as firsts_of
 from gradtrace_analyzer.diff.origins.search import StepSearch
@@ -47,8 +50,9 @@ from gradtrace_analyzer.diff.scope.cover import (
     problems_of,
     torn_ends,
 )
-from gradtrace_analyzer.diff.scope.limits import nothing_to_compare, unseen_before
+from gradtrace_analyzer.diff.scope.limits import nothing_to_compare
 from gradtrace_analyzer.diff.scope.selection import Chosen
+from gradtrace_analyzer.diff.scope.stages import Stages
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.runs.run import Run
@@ -123,7 +127,7 @@ def _compared(
     sizes = {run.world_size for run in runs.values()}
     if scheduled_otherwise(connection, of_one_size=len(sizes) == 1 and None not in sizes):
         stages = arrange(connection)
-        counts = {side: table_counts(connection, side) for side in runs}
+        counts = {side: table_counts(connection, side, TABLE_NAMES) for side in runs}
         holders = stages.ranks["candidate"]
         ranks = [stage for stage in stages.common if chosen.wants_rank(holders[stage])]
         lost = [
@@ -246,7 +250,10 @@ def _compared(
             chain=tuple(chain),
         )
 
-    nothing = nothing_to_compare(runs, ranks, steps, alignment, cover) or naming.unrelated
+    nothing = (
+        nothing_to_compare(runs, ranks, steps, cover, has_summaries=alignment.summarised)
+        or naming.unrelated
+    )
     if nothing is not None:
         return answer("incomparable", nothing)
     notes = [scaled_sentence(judgement.scaled)] if judgement.scaled else []

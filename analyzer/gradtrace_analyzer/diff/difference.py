@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from gradtrace_analyzer.diff.links import LinkTable, link_of
-from gradtrace_analyzer.diff.pairing.pairs import STATISTICS
+from gradtrace_analyzer.diff.links import STATISTICS, LinkTable, link_of
 
 # What tells that a value is too long or too short (`Change.told_by`): more than rounding makes it, or each time alike.
 LENGTHS = ("length", "steady")

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.links import LINKS
+from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.errors import BadGate
-from gradtrace_analyzer.reports.diff.places import place_of
-from gradtrace_analyzer.runs.run import ranks_phrase
 
 ANY = "any"
 # Short names of links, as a person would write them.
@@ -24,7 +23,7 @@ _ALIASES = {
 _WRITTEN = re.compile(r"\s*([a-z_]+)\s*>=\s*(\S+)\s*")
 
 # Links that have no relative error: that they differ is all that can be said.
-_WHOLE = frozenset({"configuration", "rng", "structure"})
+NO_ERROR = frozenset({"configuration", "rng", "structure"})
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,15 @@ class Gate:
 
 @dataclass(frozen=True)
 class Failing:
-    """A link that failed: its largest relative error (None: no number, such as NaN or a missing row), and where."""
+    """A link that failed: its largest relative error (None: no number, such as NaN or a missing row), and where:
+    the words of a row that was only counted, or an origin, which reports say in theirs."""
 
     link: str
     gate: Gate
     error: float | None
     step: int | None
     ranks: tuple[int, ...]
-    place: str
+    place: str | Origin
 
 
 def gate_of(text: str) -> Gate:
@@ -104,25 +104,12 @@ def _differences(answer: Answer, gate: Gate) -> Iterator[Failing]:
             continue
         yield Failing("structure", gate, None, lone.first_step, lone.ranks, lone.name)
     for o in answer.origins:
-        if o.link in _WHOLE or o.failure is not None:
+        if o.link in NO_ERROR or o.failure is not None:
             yield Failing(o.link, gate, None, o.step, o.ranks, o.module_fqn or "")
         elif o.change is not None and o.change.factor is not None:
             # Known exactly, where the spread's errors are estimates.
             error = abs(o.change.factor - 1)
-            yield Failing(o.link, gate, error, o.step, o.ranks, place_of(o))
-
-
-def failure_words(found: Failing) -> str:
-    """What failed, in one line: step, ranks, place, error and threshold."""
-    said = (
-        f"step {found.step}" if found.step is not None else "",
-        ranks_phrase(found.ranks) if found.ranks else "",
-        found.place,
-    )
-    where = ", ".join(filter(None, said))
-    error = "different" if found.error is None else f"relative error {found.error:.2g}"
-    limit = "" if found.link in _WHOLE else f", fails from {found.gate.at_least:g}"
-    return f"{found.link}: {error}{limit}{f' ({where})' if where else ''}"
+            yield Failing(o.link, gate, error, o.step, o.ranks, o)
 
 
 def exit_status(answer: Answer, found: Mapping[str, Failing]) -> int:

@@ -30,6 +30,13 @@ LINKS = (
 LOCAL_LINKS = frozenset(LINKS[: LINKS.index("bucket")])
 
 
+# What of a tensor summary a pair of rows keeps of each side, besides its fingerprint.
+STATISTICS = ("numel", "dtype", "norm", "abs_max", "sum", "nan_count", "inf_count", "sketch")
+
+# The schemas of a connection that holds both runs.
+SIDES = ("baseline", "candidate")
+
+
 @dataclass(frozen=True)
 class LinkTable:
     """How the rows of one table pair between two runs, besides by rank and step.
@@ -117,6 +124,9 @@ LINK_TABLES = (
         values=("optimizer_class", "learning_rate", "hyperparameters", "parameter_fqns"),
     ),
 )
+
+# The tables whose rows a comparison counts: `steps` names the steps that the others have rows of.
+TABLE_NAMES = ("steps", *(table.table for table in LINK_TABLES))
 
 _BY_POINT = {
     ("parameters", "before"): "parameters",

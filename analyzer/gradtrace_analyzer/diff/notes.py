@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gradtrace_analyzer.diff.align import Alignment
-from gradtrace_analyzer.diff.answer import Origin
 from gradtrace_analyzer.diff.code.rewritten import Aside
 from gradtrace_analyzer.diff.code.structure import Structure
+from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.failures.endings import endings
-from gradtrace_analyzer.reports.failures import died_phrase
-from gradtrace_analyzer.runs.run import Run, is_same_recording, ranks_phrase
+from gradtrace_analyzer.failures.phrases import died_phrase
+from gradtrace_analyzer.runs.run import Run, is_same_recording
+from gradtrace_analyzer.words.numbers import ranks_phrase
 
 
 def compared_with_itself(runs: Mapping[str, Run]) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import duckdb
 
-from gradtrace_analyzer.words.nouns import module_phrase, verb
+from gradtrace_analyzer.words.nouns import module_phrase
+from gradtrace_analyzer.words.numbers import verb
 
 _OTHER = {"baseline": "candidate", "candidate": "baseline"}
 

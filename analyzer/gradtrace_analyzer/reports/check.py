@@ -9,8 +9,7 @@ from typing import Any
 from gradtrace_analyzer.check.check import Answer, Cover
 from gradtrace_analyzer.check.law import Law, Violation
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.runs.run import ranks_phrase
-from gradtrace_analyzer.words.nouns import counted, steps_phrase
+from gradtrace_analyzer.words.numbers import counted, ranks_phrase, steps_phrase
 
 _KEYS = (
     "step",

@@ -8,12 +8,13 @@ from typing import Any
 
 from gradtrace_analyzer.failures.endings import Ending, Endings
 from gradtrace_analyzer.failures.failed_passes import FailedPass
+from gradtrace_analyzer.failures.phrases import where_phrase
 from gradtrace_analyzer.failures.under_way import StageAction
 from gradtrace_analyzer.failures.waiting import Wait
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.runs.last_seen import LastSeen, Place
-from gradtrace_analyzer.runs.run import ranks_phrase, spans
-from gradtrace_analyzer.words.nouns import counted, listed, module_phrase, verb
+from gradtrace_analyzer.words.nouns import listed, module_phrase
+from gradtrace_analyzer.words.numbers import counted, ranks_phrase, spans, verb
 
 COLUMNS = ("rank", "state", "step", "where", "since", "waits for", "exception")
 _MOST_ALIKE = 8  # ranks of which each gets a sentence where they all ended by themselves
@@ -97,7 +98,9 @@ def sentence(ending: Ending) -> str:
             f"{rank} ended by itself{_last_step(ending)}, without an exception that was seen."
         )
         if place is not None:
-            said.append(f"It was last seen {_where(place)}, which an exception or sys.exit left.")
+            said.append(
+                f"It was last seen {where_phrase(place)}, which an exception or sys.exit left."
+            )
     if ending.last_failure is not None:
         said.append(_raised(ending, ending.last_failure))
     if ending.uncaught is not None and not _is_said(ending):
@@ -105,7 +108,7 @@ def sentence(ending: Ending) -> str:
         first = _first_line(text)
         what = f"{kind}: {first}" if first else kind
         end = "" if what.endswith((".", "!", "?")) else "."
-        last = "" if place is None else f"; the rank was last seen {_where(place)}"
+        last = "" if place is None else f"; the rank was last seen {where_phrase(place)}"
         said.append(
             f"{rank} was ended by {what}{end} It came from outside any backward pass{last}."
         )
@@ -126,16 +129,9 @@ def sentence(ending: Ending) -> str:
     return " ".join(said)
 
 
-def died_phrase(ending: Ending) -> str:
-    """`rank 1 died in step 3, in SigmoidBackward0 of blocks.2`."""
-    verb_ = "died" if ending.state == "died" else "was last seen"
-    where = "before its first event" if ending.place is None else _where(ending.place)
-    return f"rank {ending.rank} {verb_} {where}"
-
-
 def _whereabouts(ending: Ending, seen: LastSeen, place: Place | None) -> str:
     """`died in step 3, in SigmoidBackward0 of blocks.2, which began at 11:02:03.456 ...`"""
-    where = "before its first event" if place is None else _where(place)
+    where = "before its first event" if place is None else where_phrase(place)
     since = "" if place is None else _since(place, seen)
     last = f"its last sign of life was at {clock(seen.last_unix_ns)}"
     idle = (ending.idle_ns or 0) / 1e9
@@ -150,31 +146,6 @@ def _whereabouts(ending: Ending, seen: LastSeen, place: Place | None) -> str:
     if ending.state == "waits":
         return f"has waited for {seconds(idle)} {where}{since}"
     return f"is running: {where}{since}"
-
-
-def _where(place: Place) -> str:
-    step = "" if place.step is None else f"in step {place.step}, "
-    if place.doing == "node":
-        of = place.parameter_fqn or module_phrase(place.module_fqn)
-        again = (
-            ""
-            if place.module_inside is None
-            else f", running the forward of {module_phrase(place.module_inside)} again"
-        )
-        return f"{step}in {place.node_name} of {of}{again}"
-    if place.doing == "module":
-        return f"{step}in the forward of {module_phrase(place.module_fqn)}"
-    if place.doing == "backward":
-        engine = "in no Node (it waits for reductions, or runs a callback)"
-        return f"{step}in backward pass {place.backward_index}, {engine}"
-    if place.doing == "optimizer":
-        return f"{step}in a step of {place.optimizer}"
-    after = {
-        "after_module": f"the forward of {module_phrase(place.module_fqn)}",
-        "after_backward": f"backward pass {place.backward_index}",
-        "after_optimizer": f"a step of {place.optimizer}",
-    }[place.doing]
-    return f"{step}after {after}, in code outside any module, backward pass or optimizer"
 
 
 def _since(place: Place, seen: LastSeen) -> str:
@@ -263,10 +234,10 @@ def _row(ending: Ending) -> tuple[Any, ...]:
     since: str | None = None
     step = ending.facts.get("last_step") if place is None else place.step
     if place is not None and seen is not None:
-        where = _where(place).removeprefix(f"in step {place.step}, ")
+        where = where_phrase(place).removeprefix(f"in step {place.step}, ")
         since = clock(seen.wall_start_ns + place.since_ns)
     elif place is not None:
-        where = _where(place).removeprefix(f"in step {place.step}, ")
+        where = where_phrase(place).removeprefix(f"in step {place.step}, ")
     elif failed is not None and (ending.uncaught is None or _is_said(ending)):
         step = failed.step
         name = failed.row["node_name"]

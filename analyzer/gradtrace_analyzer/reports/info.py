@@ -7,8 +7,8 @@ from typing import Any
 
 from gradtrace_analyzer.reports.tables import bytes_text, table_lines
 from gradtrace_analyzer.runs.flight import shortened_count, trigger_lines
-from gradtrace_analyzer.runs.run import spans
 from gradtrace_analyzer.sql.inventory import Inventory
+from gradtrace_analyzer.words.numbers import spans
 
 _MOST_PROBLEMS = 5
 SIZE_COLUMNS = ("run", "table", "rows", "parts", "bytes", "journal_rows")

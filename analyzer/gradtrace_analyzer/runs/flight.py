@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace_analyzer.errors import NoFlight
-from gradtrace_analyzer.runs.run import Run, ranks_phrase, spans
+from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.words.numbers import ranks_phrase, spans
 from gradtrace_schemas import layout
 
 _PAUSE_SECONDS = 0.1

@@ -6,6 +6,8 @@ becomes a notice, which commands print on stderr. What the rows mean is left to 
 
 from __future__ import annotations
 
+from gradtrace_analyzer.words.numbers import spans, ranks_phrase
+
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -125,21 +127,8 @@ def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
     return replace(run, damaged=tuple(damage), notices=notices)
 
 
-def spans(numbers: Iterable[int]) -> str:
-    """Numbers as a person writes them: `0-3,8-15`."""
-    found: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in found)
 
 
-def ranks_phrase(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 4-7`."""
-    text = spans(ranks)
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
 def require_run(place: Path) -> None:

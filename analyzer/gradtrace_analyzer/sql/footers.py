@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.diff.links import LINK_TABLES
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.views import path_list
 
@@ -25,13 +24,12 @@ class Counts:
         return sum(count for (name, _), count in self.rows.items() if name == table)
 
 
-def table_counts(connection: duckdb.DuckDBPyConnection, side: str) -> Counts:
-    """Those of a side's views as they are now, which may not be what its parts hold."""
-    names = ["steps", *(table.table for table in LINK_TABLES)]
+def table_counts(connection: duckdb.DuckDBPyConnection, side: str, tables: Sequence[str]) -> Counts:
+    """Those of these tables of a side's views as they are now, which may not be what its parts hold."""
     return Counts(
         {
             (name, rank): count
-            for name in names
+            for name in tables
             for rank, count in connection.execute(
                 f"SELECT rank, count(*) FROM {side}.{name} GROUP BY rank"
             ).fetchall()

@@ -11,9 +11,10 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.progress import progress
-from gradtrace_analyzer.runs.run import Run, spans
+from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import Counts, row_counts
 from gradtrace_analyzer.sql.views import connect
+from gradtrace_analyzer.words.numbers import spans
 from gradtrace_schemas import ALL_TABLES
 from gradtrace_schemas.journal import JOURNAL_TABLES
 from gradtrace_schemas.steps import STEPS

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.runs.run import ranks_phrase
 from gradtrace_analyzer.sql.pipelines import ACTIONS, stepless_ranks
 from gradtrace_analyzer.timing.clocks import MAKE_CLOCKS, lay_over
 from gradtrace_analyzer.timing.slices import Steps
+from gradtrace_analyzer.words.numbers import ranks_phrase
 
 
 @dataclass(frozen=True)

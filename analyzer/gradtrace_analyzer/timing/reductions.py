@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.check.laws.hooks import chains_collectives
-from gradtrace_analyzer.runs.run import ranks_phrase
+from gradtrace_analyzer.numerics.hook_promises import chains_collectives
 from gradtrace_analyzer.timing.clocks import MAKE_CLOCKS, HostClock, aligned_hosts
 from gradtrace_analyzer.timing.slices import Steps
+from gradtrace_analyzer.words.numbers import ranks_phrase
 
 _LEFT_OUT = re.compile(r"\.\.\. and (\d+) more")
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradtrace_analyzer.diff.answer import Answer, Origin
+from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.compare import compare
+from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.runs.run import Run, open_run
 from support.synthetic import build_run, summary_columns
 from support.three_heads import PLACES, STEP, Fault, Rows, ThreeHeads

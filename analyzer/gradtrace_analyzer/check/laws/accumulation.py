@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from gradtrace_analyzer.check.evidence import Evidence
 from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
 from gradtrace_analyzer.numerics.tolerance import UNITS, epsilon
-from gradtrace_analyzer.runs.run import ranks_phrase
 from gradtrace_analyzer.sql.pipelines import stages_of_roots
-from gradtrace_analyzer.words.nouns import counted, listed
+from gradtrace_analyzer.words.nouns import listed
+from gradtrace_analyzer.words.numbers import counted, ranks_phrase
 from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
 
 # The norm of what is left over that counts as a change: far beyond rounding, which the sketches' own adds to.

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradtrace_analyzer.check.laws.hooks import FLOAT16_LARGEST, hook_phrase, promise_of
-from gradtrace_analyzer.runs.run import ranks_phrase
+from gradtrace_analyzer.numerics.hook_promises import FLOAT16_LARGEST, hook_phrase, promise_of
 from gradtrace_analyzer.sql.pipelines import Place as Stage
 from gradtrace_analyzer.words.nouns import module_phrase
+from gradtrace_analyzer.words.numbers import ranks_phrase
 
 _WORDS = {"inf": "infinity", "nan": "NaN"}
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from gradtrace_analyzer.check.evidence import Evidence, Rows
 from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
-from gradtrace_analyzer.check.laws.hooks import chains_collectives, hook_phrase
-from gradtrace_analyzer.runs.run import ranks_phrase
-from gradtrace_analyzer.words.nouns import bucket_phrase, counted, listed, verb
+from gradtrace_analyzer.numerics.hook_promises import chains_collectives, hook_phrase
+from gradtrace_analyzer.words.nouns import bucket_phrase, listed
+from gradtrace_analyzer.words.numbers import counted, ranks_phrase, verb
 
 # Aspects in which the rows of one reduction must agree, the most telling first.
 _ASPECTS = {

@@ -8,9 +8,9 @@ from typing import Any
 
 from gradtrace_analyzer.check.evidence import Evidence, Replica, Rows
 from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
-from gradtrace_analyzer.check.laws.hooks import hook_phrase
-from gradtrace_analyzer.runs.run import ranks_phrase
-from gradtrace_analyzer.words.nouns import also_in, bucket_phrase, counted, listed, possessive
+from gradtrace_analyzer.numerics.hook_promises import hook_phrase
+from gradtrace_analyzer.words.nouns import bucket_phrase, listed
+from gradtrace_analyzer.words.numbers import also_in, counted, possessive, ranks_phrase
 
 _NOT_EQUAL_BY_PROMISE = "the hooks in use do not keep the ranks equal"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradtrace_analyzer.check.laws.mean import Explanation
-from gradtrace_analyzer.runs.run import ranks_phrase
+from gradtrace_analyzer.words.numbers import ranks_phrase
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from gradtrace_analyzer.check.evidence import Evidence
 from gradtrace_analyzer.check.law import Findings, Law, Severity, Violation, outcome, violation
 from gradtrace_analyzer.check.laws.birthplaces import Place, birth_sentence
-from gradtrace_analyzer.runs.run import ranks_phrase
 from gradtrace_analyzer.sql.pipelines import action_around
+from gradtrace_analyzer.words.numbers import ranks_phrase
 
 Kind = Literal["inf", "nan"]
 _KINDS: tuple[Kind, ...] = ("inf", "nan")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from gradtrace_analyzer.check.evidence import Evidence
 from gradtrace_analyzer.check.law import Findings, Law, outcome, violation
-from gradtrace_analyzer.runs.run import ranks_phrase
-from gradtrace_analyzer.words.nouns import counted, steps_phrase, verb
+from gradtrace_analyzer.words.numbers import counted, ranks_phrase, steps_phrase, verb
 
 # What a rank was fed in a step. Scalars and constants (a mask of ones, a learning rate) are the same everywhere.
 _FED = """

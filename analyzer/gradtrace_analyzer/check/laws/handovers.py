@@ -10,9 +10,8 @@ from typing import Any
 from gradtrace_analyzer.check.evidence import Evidence
 from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
 from gradtrace_analyzer.numerics.tolerance import epsilon
-from gradtrace_analyzer.runs.run import ranks_phrase
 from gradtrace_analyzer.sql.pipelines import PHASES, make_handed, stepless_ranks
-from gradtrace_analyzer.words.nouns import counted
+from gradtrace_analyzer.words.numbers import counted, ranks_phrase
 
 NO_STAGE = "no pipeline stage was recorded"
 NOT_BOTH = (

@@ -8,8 +8,8 @@ from typing import Any
 from gradtrace_analyzer.check.evidence import Evidence
 from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
 from gradtrace_analyzer.failures.failed_passes import FailedPass, failed_passes, with_reach
-from gradtrace_analyzer.runs.run import ranks_phrase
-from gradtrace_analyzer.words.nouns import counted, listed, verb
+from gradtrace_analyzer.words.nouns import listed
+from gradtrace_analyzer.words.numbers import counted, ranks_phrase, verb
 
 _NO_PASS = "no backward pass of a DDP model was recorded"
 

@@ -13,10 +13,15 @@ import numpy.typing as npt
 from gradtrace_analyzer.check.evidence import Evidence, Replica
 from gradtrace_analyzer.check.law import Compression, Findings, Law, Violation, violation
 from gradtrace_analyzer.check.laws.explanations import Place, odd_rank, said
-from gradtrace_analyzer.check.laws.hooks import Promise, allowed_error, hook_phrase, may_compress
 from gradtrace_analyzer.check.laws.mean import Explanation, Lanes, explained, means, scales
-from gradtrace_analyzer.runs.run import ranks_phrase
-from gradtrace_analyzer.words.nouns import bucket_phrase, counted
+from gradtrace_analyzer.numerics.hook_promises import (
+    Promise,
+    allowed_error,
+    hook_phrase,
+    may_compress,
+)
+from gradtrace_analyzer.words.nouns import bucket_phrase
+from gradtrace_analyzer.words.numbers import counted, ranks_phrase
 from gradtrace_schemas.table import SKETCH_LANES
 
 _NO_BUCKETS = "no bucket was recorded on all ranks of its group with values"

@@ -6,8 +6,8 @@ from typing import Any
 
 from gradtrace_analyzer.check.evidence import Evidence, Rows
 from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
-from gradtrace_analyzer.runs.run import ranks_phrase
-from gradtrace_analyzer.words.nouns import counted, listed, module_phrase
+from gradtrace_analyzer.words.nouns import listed, module_phrase
+from gradtrace_analyzer.words.numbers import counted, ranks_phrase
 
 # So many Nodes are told one by one; a nondeterministic kernel may be in every layer.
 _MOST_TOLD = 20

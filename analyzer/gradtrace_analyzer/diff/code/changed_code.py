@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 import duckdb
 
-from gradtrace_analyzer.diff.pairing.pairs import SIDES
+from gradtrace_analyzer.diff.links import SIDES
 from gradtrace_analyzer.failures.failed_passes import Failure
 
 # Share of the steps in which a Node must be there alone to count as other code and not as something that happened.

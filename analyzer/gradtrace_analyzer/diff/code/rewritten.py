@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.diff.pairing.pairs import SIDES, opened_places, within
+from gradtrace_analyzer.diff.links import SIDES
+from gradtrace_analyzer.diff.pairing.pairs import opened_places, within
 
 # Nodes that exist to convert between dtypes, which is what mixed precision is.
 _CASTS = "('ToCopyBackward0')"

@@ -14,7 +14,7 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.diff.code.changed_code import mark_code, take_out
-from gradtrace_analyzer.diff.pairing.pairs import SIDES
+from gradtrace_analyzer.diff.links import SIDES
 from gradtrace_analyzer.diff.scope.selection import Chosen
 from gradtrace_analyzer.failures.failed_passes import Failure
 

@@ -8,14 +8,11 @@ What was recorded outside any stage is left out, and so are parts of rows that t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import duckdb
 
 from gradtrace_analyzer.diff.divided.halves import whole_nodes
-from gradtrace_analyzer.diff.pairing.pairs import SIDES
+from gradtrace_analyzer.diff.links import SIDES
+from gradtrace_analyzer.diff.scope.stages import Stages
 from gradtrace_analyzer.sql.pipelines import FORWARD, FULL, INPUT, WEIGHT, stages_of_roots
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.steps import DIGEST_LINKS
@@ -27,57 +24,6 @@ _LAST_LOCAL, _REDUCED, _FINAL, _OPTIMIZER, _AFTER, _STEP = (300_000 + n for n in
 _BLOCK = 10**9
 # Behind the Nodes of a microbatch comes what they were added to, and last the action's own row.
 _SUMS, _END = _BLOCK // 4, _BLOCK // 2
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Which ranks of each side hold which stage. Where several ranks hold it, each copy of the pipeline has its own
-    numbers, `count` apart. `left_out` counts the parameters that are of no stage, as far as is known."""
-
-    ranks: Mapping[str, Mapping[int, int]]
-    count: int
-    left_out: int = 0
-
-    @property
-    def common(self) -> list[int]:
-        """The stages of both sides."""
-        return sorted(set(self.ranks["baseline"]) & set(self.ranks["candidate"]))
-
-    def note(self) -> str:
-        """That stages were compared, and where they are."""
-        moved = [
-            stage
-            for stage in self.common
-            if self.ranks["baseline"][stage] != self.ranks["candidate"][stage]
-        ]
-        said = (
-            "The runs are scheduled otherwise: they were compared stage by stage and microbatch by microbatch, "
-            "whatever the order, and a backward pass that was split as a whole one."
-        )
-        if self.left_out:
-            are = "parameter is" if self.left_out == 1 else "parameters are"
-            said += f" {self.left_out} {are} of no stage that is known, and not compared."
-        if not moved:
-            return said
-        where = (
-            f"stage {stage % self.count} on rank {self.ranks['candidate'][stage]} instead of rank "
-            f"{self.ranks['baseline'][stage]}"
-            for stage in moved[:2]
-        )
-        more = f" and {len(moved) - 2} more" if len(moved) > 2 else ""
-        where_all = f"{', '.join(where)}{more}"
-        return f"{said} In the candidate stages are on other ranks ({where_all}); ranks are named as there."
-
-    def spread(self, entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The entries of a spread with the candidate's ranks, and their stages."""
-        held = self.ranks["candidate"]
-        return [
-            {**e, "rank": held[e["rank"]], "stage_index": e["rank"] % self.count} for e in entries
-        ]
-
-    def of_rank(self, side: str, rank: int) -> list[int]:
-        """The stages that a rank of a side holds."""
-        return [stage for stage, holder in self.ranks[side].items() if holder == rank]
 
 
 _ORDERS = f"""

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradtrace_analyzer.diff.answer import Origin, Reached
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS, link_of
+from gradtrace_analyzer.diff.origin import Origin, Reached
 from gradtrace_analyzer.diff.origins.chain import enclosing
 from gradtrace_analyzer.diff.scope.cover import Cover
-from gradtrace_analyzer.runs.run import spans
+from gradtrace_analyzer.words.numbers import spans
 
 
 def with_root(origin: Origin, roots: Mapping[int, str]) -> Origin:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.diff.answer import Origin
+from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.runs.run import Run
 
 # Factors are known from sketches; counts this close to one explain it.

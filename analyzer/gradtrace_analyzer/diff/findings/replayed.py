@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import duckdb
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.runs.run import spans
+from gradtrace_analyzer.diff.origin import Replayed
+from gradtrace_analyzer.words.numbers import spans
 
 _SAME_NODE = ("root", "module_fqn", "call_index", "node_name", "occurrence")
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """A Node that one side ran again.
-
-    `equal` and `error` are of the very run that the origin names, None where that one was not repeated. It was
-    repeated in `run_count` places of these ranks, over all steps, and in `apart_count` it gave other bits.
-    """
-
-    side: str
-    equal: bool | None
-    error: float | None
-    run_count: int
-    apart_count: int
 
 
 def replayed(

@@ -7,7 +7,7 @@ from itertools import product
 
 import duckdb
 
-from gradtrace_analyzer.runs.run import ranks_phrase
+from gradtrace_analyzer.words.numbers import ranks_phrase
 
 # How many batches a rank may run ahead or behind and still be recognised.
 _FARTHEST = 3

@@ -15,7 +15,7 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.pairing.pairs import SIDES
+from gradtrace_analyzer.diff.links import SIDES
 
 Place = tuple[Any, ...]
 

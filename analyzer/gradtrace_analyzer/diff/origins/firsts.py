@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradtrace_analyzer.diff.answer import Origin
 from gradtrace_analyzer.diff.difference import Change, Difference
-from gradtrace_analyzer.diff.findings.rescaled import first_rescaled
 from gradtrace_analyzer.diff.links import LINKS, LOCAL_LINKS
+from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origins.rescaled import first_rescaled
 from gradtrace_analyzer.failures.failed_passes import Failure
 
 

@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradtrace_analyzer.diff.answer import Origin
 from gradtrace_analyzer.diff.code.structure import Structure
 from gradtrace_analyzer.diff.difference import Difference
+from gradtrace_analyzer.diff.origin import Origin
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradtrace_analyzer.diff.answer import Origin, Reached
 from gradtrace_analyzer.diff.difference import Difference
+from gradtrace_analyzer.diff.origin import Origin, Reached
 from gradtrace_analyzer.diff.origins.across_ranks import joined
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
 from gradtrace_analyzer.diff.origins.dependency_graph import Causes

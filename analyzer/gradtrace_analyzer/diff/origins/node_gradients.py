@@ -7,7 +7,7 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.diff.difference import Change, Difference, changed_gradient
-from gradtrace_analyzer.diff.pairing.pairs import STATISTICS
+from gradtrace_analyzer.diff.links import STATISTICS
 
 
 def node_gradients(

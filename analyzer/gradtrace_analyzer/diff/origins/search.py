@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradtrace_analyzer.diff.align import Alignment
-from gradtrace_analyzer.diff.answer import Origin
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.links import LOCAL_LINKS
+from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
 from gradtrace_analyzer.diff.origins.firsts import by_rank, firsts, told
 from gradtrace_analyzer.diff.origins.from_code import Split, origin_of_code, split
@@ -47,7 +47,7 @@ class StepSearch:
                 is_proven=any(earlier < step for earlier in steps),
             )
         self._differences = apart.others
-        self._edges = alignment.stage_edges(step)
+        self._edges = here.stage_edges()
         self._modules = {
             d.rank: alignment.module_fqns(step, d.rank, d.key["root"])
             for d in _module_calls(self._differences)

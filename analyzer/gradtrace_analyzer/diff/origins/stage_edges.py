@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import duckdb
 
-from gradtrace_analyzer.diff.answer import Origin
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.divided.by_stage import Stages
+from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.scope.stages import Stages
 from gradtrace_analyzer.sql.pipelines import (
     ACTIONS,
     FORWARD,

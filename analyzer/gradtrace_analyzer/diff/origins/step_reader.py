@@ -11,6 +11,7 @@ from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.diff.origins.chain_rows import Passage, passages
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow, dataflow
 from gradtrace_analyzer.diff.origins.node_gradients import node_gradients
+from gradtrace_analyzer.diff.origins.stage_edges import StageEdges, stage_edges
 from gradtrace_analyzer.diff.origins.step_facts import Circumstances, circumstances
 from gradtrace_analyzer.diff.origins.unused_forwards import unused_forwards
 from gradtrace_analyzer.diff.scope.cover import Cover
@@ -99,6 +100,10 @@ class Surroundings:
     def node_gradients(self, d: Difference, direction: str) -> tuple[list[Change | None], int, int]:
         """The gradients into or out of a Node by position, and their count on both sides."""
         return node_gradients(self._connection, d, direction)
+
+    def stage_edges(self) -> StageEdges | None:
+        """What the stages of a pipeline hand to each other in the step; None where it has none."""
+        return stage_edges(self._connection, self.step)
 
     def unused_forwards(self) -> dict[int, list[tuple[float, float]]]:
         """By rank, the stretches of the step that hold a forward which no backward pass followed."""

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 import duckdb
 import pyarrow as pa
 
-from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable, link_of
+from gradtrace_analyzer.diff.links import LINK_TABLES, SIDES, LinkTable, link_of
 from gradtrace_analyzer.diff.pairing.candidate_steps import PROVEN, Place, suspects
 from gradtrace_analyzer.diff.pairing.occurrences import forget_numbers, realign
 from gradtrace_analyzer.diff.pairing.pairs import (
-    SIDES,
     differing,
     opened,
     other_values,

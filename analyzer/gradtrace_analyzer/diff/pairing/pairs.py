@@ -10,9 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import duckdb
 
-from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable
-
-STATISTICS = ("numel", "dtype", "norm", "abs_max", "sum", "nan_count", "inf_count", "sketch")
+from gradtrace_analyzer.diff.links import LINK_TABLES, SIDES, STATISTICS, LinkTable
 
 # Tables that have rows of every step that anything was recorded of.
 _OF_EVERY_STEP = (
@@ -23,7 +21,6 @@ _OF_EVERY_STEP = (
     "node_events",
     "steps",
 )
-SIDES = ("baseline", "candidate")
 
 # Runs of steps that a query names one by one; of more, it reads all that lie between the first and the last.
 _MOST_STRETCHES = 16

@@ -11,7 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from gradtrace_analyzer.runs.run import Run, ranks_phrase
+from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.words.numbers import ranks_phrase
 
 # Of our own, which changes no number of the job.
 _OURS = frozenset({"gradtrace", "schema"})

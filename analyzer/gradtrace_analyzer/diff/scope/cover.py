@@ -8,11 +8,12 @@ from typing import Any
 
 import duckdb
 
-from gradtrace_analyzer.diff.divided.by_stage import Stages
-from gradtrace_analyzer.diff.links import LINK_TABLES
+from gradtrace_analyzer.diff.links import TABLE_NAMES
 from gradtrace_analyzer.diff.scope.selection import Chosen
-from gradtrace_analyzer.runs.run import Run, ranks_phrase, spans
+from gradtrace_analyzer.diff.scope.stages import Stages
+from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import Counts
+from gradtrace_analyzer.words.numbers import ranks_phrase, spans
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ def torn_ends(connection: duckdb.DuckDBPyConnection, side: str, run: Run) -> dic
 def lost_rows(run: Run, counts: Counts) -> list[tuple[str, int]]:
     """(table, rank) of which rows that were recorded are not there any more: lost or damaged parts."""
     found = {(d.part.table, d.part.rank) for d in run.damaged}
-    for table in ("steps", *(table.table for table in LINK_TABLES)):
+    for table in TABLE_NAMES:
         for rank, info in run.ranks.items():
             recorded = (info.facts.get("recorded") or {}).get(table, 0)
             if info.is_complete and counts.of(table, rank) < recorded:

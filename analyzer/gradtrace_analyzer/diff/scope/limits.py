@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from gradtrace_analyzer.diff.align import Alignment
-from gradtrace_analyzer.diff.answer import Origin
-from gradtrace_analyzer.diff.links import LINKS, LOCAL_LINKS
-from gradtrace_analyzer.diff.scope.cover import Cover, all_steps, held, setting
-from gradtrace_analyzer.runs.run import Run, ranks_phrase
+from gradtrace_analyzer.diff.scope.cover import Cover, all_steps, held
+from gradtrace_analyzer.runs.run import Run
 
 
 def nothing_to_compare(
     runs: Mapping[str, Run],
     ranks: Sequence[int],
     steps: Mapping[str, Mapping[int, Sequence[int]]],
-    alignment: Alignment,
     cover: Cover,
+    *,
+    has_summaries: Callable[[], bool],
 ) -> str | None:
-    """Why the runs cannot be compared, where they cannot; `steps` as `Alignment.steps` gives them."""
+    """Why the runs cannot be compared, where they cannot.
+
+    `steps` are those of each rank by where they were seen (`both`, `baseline`, `candidate` alone); `has_summaries`
+    looks whether both sides have summaries of anything, which is asked last.
+    """
     a, b = runs["baseline"], runs["candidate"]
     if not ranks:
         asked = cover.chosen.listed_ranks
@@ -40,44 +42,9 @@ def nothing_to_compare(
         )
     if not cover.chosen.is_all and not any(cover.rows.values()):
         return f"nothing that both recorded is of {cover.chosen.said}"
-    if not alignment.summarised():
+    if not has_summaries():
         return (
             "one side recorded neither values nor norms (GRADTRACE_SUMMARY=off, or nothing that could be "
             "summarised); names and times cannot tell whether the runs agree"
         )
     return None
-
-
-# The tables that hold each link, as far as they can be left out by a setting.
-_HELD_IN = (
-    ("parameters", "parameters", "parameters"),
-    ("inputs", "inputs", "inputs"),
-    ("forward", "module_calls", "module outputs"),
-    ("backward", "node_events", "gradients at the Nodes"),
-    ("local_gradient", "gradients", "local gradients"),
-)
-
-
-def unseen_before(
-    runs: Mapping[str, Run], cover: Cover, origin: Origin, common: Sequence[int]
-) -> list[str]:
-    """What lies before an origin and was not compared: no sentence may call it equal."""
-    before = LINKS.index(origin.link) if origin.link != "structure" else len(LINKS)
-    found = [
-        what
-        for link, table, what in _HELD_IN
-        if LINKS.index(link) < before
-        and not (cover.rows.get(table) and cover.chosen.wants_link(link))
-    ]
-    chosen = [setting(run, "modules") for run in runs.values()]
-    if any(chosen) or cover.chosen.modules:
-        found.append("modules outside the filter")
-    if origin.link not in LOCAL_LINKS:
-        seen = set(cover.ranks)
-        unseen = {r for run in runs.values() for r in range(run.world_size or 0)} - seen
-        if unseen:
-            found.append(ranks_phrase(unseen))
-    earlier = [step for step in common if step < origin.step]
-    if origin.link == "parameters" and origin.step > 0 and origin.step - 1 not in earlier:
-        found.append(f"step {origin.step - 1}")
-    return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gradtrace_analyzer.diff.links import LINKS, LinkTable, link_of
 from gradtrace_analyzer.errors import GradtraceError
-from gradtrace_analyzer.runs.run import ranks_phrase
+from gradtrace_analyzer.words.numbers import ranks_phrase
 
 # Links that have rows of their own: the others are told from these.
 CHOOSABLE = tuple(link for link in LINKS if link not in ("configuration", "rng", "structure"))

@@ -15,7 +15,7 @@ import duckdb
 
 from gradtrace_analyzer.diff.code.rewritten import unscale
 from gradtrace_analyzer.diff.divided.by_stage import arrange
-from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable
+from gradtrace_analyzer.diff.links import LINK_TABLES, TABLE_NAMES, LinkTable
 from gradtrace_analyzer.diff.pairing.opening import Opening, Reading
 from gradtrace_analyzer.errors import NoRepeat
 from gradtrace_analyzer.runs.run import Run
@@ -87,7 +87,7 @@ class Repeats:
             counts = {side: row_counts(pair, run) for side, run in runs.items()}
             if self.is_arranged:
                 ranks = arrange(pair).common
-                counts = {side: table_counts(pair, side) for side in runs}
+                counts = {side: table_counts(pair, side, TABLE_NAMES) for side in runs}
             pair.execute("CREATE TEMP TABLE renamed_name (old VARCHAR, new VARCHAR)")
             if self.new_names:
                 pair.executemany(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from gradtrace_analyzer.diff.scope.cover import Cover
-from gradtrace_analyzer.runs.run import ranks_phrase, spans
+from gradtrace_analyzer.words.numbers import ranks_phrase, spans
 
 
 def extent(cover: Cover) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gradtrace_analyzer.diff.answer import Answer, Origin, Reached
+from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.links import LINKS
+from gradtrace_analyzer.diff.origin import Origin, Reached
 from gradtrace_analyzer.diff.origins.chain_rows import Passage
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.runs.run import ranks_phrase
+from gradtrace_analyzer.words.numbers import ranks_phrase
 
 _LINK_PHRASE = {
     "parameters": "the parameters",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from gradtrace_analyzer.diff.answer import Answer, Origin
+from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.code.structure import as_object as lone_object
-from gradtrace_analyzer.diff.findings.rescaled import Rescaled
+from gradtrace_analyzer.diff.origin import Origin, Rescaled
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.failures.failed_passes import Failure
 from gradtrace_analyzer.reports.diff.inheritance import chain_objects, reached_object

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from xml.etree import ElementTree
 
 from gradtrace_analyzer.diff.answer import Answer
-from gradtrace_analyzer.diff.gate import Failing, Gate, failure_words
+from gradtrace_analyzer.diff.gate import Failing, Gate
 from gradtrace_analyzer.diff.links import LINKS
+from gradtrace_analyzer.reports.diff.gate import failure_words
 from gradtrace_analyzer.reports.diff.text import explanation
 
 

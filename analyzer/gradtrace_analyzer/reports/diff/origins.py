@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gradtrace_analyzer.diff.answer import Answer, Origin
+from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.difference import LENGTHS, Change
 from gradtrace_analyzer.diff.findings.repeated import Repeated
 from gradtrace_analyzer.diff.findings.replayed import replay_sentence
+from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.tolerances.noise import SCATTER
 from gradtrace_analyzer.failures.failed_passes import Failure
 from gradtrace_analyzer.reports.diff.places import (
@@ -24,7 +25,7 @@ from gradtrace_analyzer.reports.diff.places import (
     size_phrase,
 )
 from gradtrace_analyzer.reports.diff.structure import code_sentence
-from gradtrace_analyzer.runs.run import ranks_phrase
+from gradtrace_analyzer.words.numbers import ranks_phrase
 
 
 def unseen_sentence(origin: Origin, answer: Answer) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradtrace_analyzer.diff.answer import Origin
 from gradtrace_analyzer.diff.difference import LENGTHS, Change, settings_apart
+from gradtrace_analyzer.diff.origin import Origin
 
 
 def bucket_phrase(origin: Origin) -> str:

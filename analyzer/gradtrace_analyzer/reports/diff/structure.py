@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gradtrace_analyzer.diff.answer import Answer, Origin
+from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.code.structure import Lone
-from gradtrace_analyzer.diff.pairing.pairs import SIDES
+from gradtrace_analyzer.diff.links import SIDES
+from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.runs.run import ranks_phrase, spans
+from gradtrace_analyzer.words.numbers import ranks_phrase, spans
 
 _MOST_LINES = 12
 _MOST_CHARACTERS = 60

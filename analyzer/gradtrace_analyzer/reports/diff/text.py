@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradtrace_analyzer.diff.answer import Answer, Origin
+from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.difference import LENGTHS, Change
+from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.tolerances.noise import SCATTER
 from gradtrace_analyzer.numerics.tolerance import STANDARD_ERROR
 from gradtrace_analyzer.reports.diff.cover import caveats, compared, extent, lacking, stages_phrase
@@ -34,7 +35,7 @@ from gradtrace_analyzer.reports.diff.structure import (
     structure_lines,
 )
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.runs.run import ranks_phrase
+from gradtrace_analyzer.words.numbers import ranks_phrase
 
 
 def explanation(answer: Answer) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.reports.timing.stages import KIND_WORDS
 from gradtrace_analyzer.reports.timing.stragglers import ms_text
-from gradtrace_analyzer.runs.run import Run, ranks_phrase, spans
+from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.timing.series import Place, RunSeries
 from gradtrace_analyzer.timing.slower import (
     FEWEST_STEPS,
@@ -19,7 +19,8 @@ from gradtrace_analyzer.timing.slower import (
     Compared,
     Slowdown,
 )
-from gradtrace_analyzer.words.nouns import counted, upper_first
+from gradtrace_analyzer.words.nouns import upper_first
+from gradtrace_analyzer.words.numbers import counted, ranks_phrase, spans
 
 _MOST_CAUSES = 3
 _CONSEQUENCES = ("receive", "bucket_wait")

@@ -13,12 +13,12 @@ from typing import Any
 
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.reports.timing.stragglers import ms_text, percent_text
-from gradtrace_analyzer.runs.run import ranks_phrase, spans
 from gradtrace_analyzer.timing.gantt import LETTERS, MEANINGS, WAITS, Chart, drawn
 from gradtrace_analyzer.timing.pipelines import MessageClock
 from gradtrace_analyzer.timing.slowest import CHANCE, SMALLEST_SHARE, Judgement, PartTime, SlowPlace
 from gradtrace_analyzer.timing.stages import RankIdle, StageAnswer, Waited
-from gradtrace_analyzer.words.nouns import counted, module_phrase, steps_phrase, upper_first
+from gradtrace_analyzer.words.nouns import module_phrase, upper_first
+from gradtrace_analyzer.words.numbers import counted, ranks_phrase, spans, steps_phrase
 
 KIND_COLUMNS = ("stage_index", "kind", "ranks", "count", "median_ns", "p95_ns", "total_ns")
 KIND_WORDS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gradtrace_analyzer.runs.run import ranks_phrase
 from gradtrace_analyzer.timing.buckets import BucketAnswer, RankTotal
 from gradtrace_analyzer.timing.clocks import HostClock
 from gradtrace_analyzer.timing.reductions import Bucket
@@ -17,7 +16,8 @@ from gradtrace_analyzer.timing.stragglers import (
     Onset,
     RankLag,
 )
-from gradtrace_analyzer.words.nouns import counted, listed, module_phrase, upper_first
+from gradtrace_analyzer.words.nouns import listed, module_phrase, upper_first
+from gradtrace_analyzer.words.numbers import counted, ranks_phrase
 
 _MOST_GROUPS = 4
 _MOST_MODULES = 2

@@ -24,7 +24,7 @@ from gradtrace_analyzer.timing.buckets import BucketAnswer, BucketTimes, RankTot
 from gradtrace_analyzer.timing.reductions import Bucket
 from gradtrace_analyzer.timing.steps import PARTS, RankSteps
 from gradtrace_analyzer.timing.stragglers import Judgement, Onset
-from gradtrace_analyzer.words.nouns import counted
+from gradtrace_analyzer.words.numbers import counted
 
 _MOST_RANKS = 8
 _MOST_BUCKETS = 60

@@ -8,36 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gradtrace_analyzer.diff.difference import Change, Difference
+from gradtrace_analyzer.diff.origin import Rescaled
 from gradtrace_schemas.table import NODE_SKETCH_LANES
 
 # Two factors are the same within what their sketches can tell.
 _CLOSE = 1e-3
-
-
-@dataclass(frozen=True)
-class Rescaled:
-    """The first accumulated gradient that does not follow the factor, after backward pass `after` left one that
-    did. `times` is what `side` multiplied its `.grad` by in between; both are None where no number of one side
-    explains it. `others` counts further parameters of which the same pass shows it."""
-
-    difference: Difference
-    after: int
-    side: str | None
-    times: float | None
-    others: int = 0
-
-    @property
-    def parameter_fqn(self) -> str:
-        """The parameter."""
-        return str(self.difference.key["parameter_fqn"])
-
-    @property
-    def backward_index(self) -> int:
-        """The pass in which it shows."""
-        return int(self.difference.key["backward_index"])
 
 
 def first_rescaled(own: Sequence[Difference], factor: float) -> Rescaled | None:

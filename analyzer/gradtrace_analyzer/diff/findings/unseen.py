@@ -1,0 +1,45 @@
+"""What lies before an origin and was not compared: no sentence may call it equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gradtrace_analyzer.diff.links import LINKS, LOCAL_LINKS
+from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.scope.cover import Cover, setting
+from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.words.numbers import ranks_phrase
+
+# The tables that hold each link, as far as they can be left out by a setting.
+_HELD_IN = (
+    ("parameters", "parameters", "parameters"),
+    ("inputs", "inputs", "inputs"),
+    ("forward", "module_calls", "module outputs"),
+    ("backward", "node_events", "gradients at the Nodes"),
+    ("local_gradient", "gradients", "local gradients"),
+)
+
+
+def unseen_before(
+    runs: Mapping[str, Run], cover: Cover, origin: Origin, common: Sequence[int]
+) -> list[str]:
+    """What lies before an origin and was not compared: no sentence may call it equal."""
+    before = LINKS.index(origin.link) if origin.link != "structure" else len(LINKS)
+    found = [
+        what
+        for link, table, what in _HELD_IN
+        if LINKS.index(link) < before
+        and not (cover.rows.get(table) and cover.chosen.wants_link(link))
+    ]
+    chosen = [setting(run, "modules") for run in runs.values()]
+    if any(chosen) or cover.chosen.modules:
+        found.append("modules outside the filter")
+    if origin.link not in LOCAL_LINKS:
+        seen = set(cover.ranks)
+        unseen = {r for run in runs.values() for r in range(run.world_size or 0)} - seen
+        if unseen:
+            found.append(ranks_phrase(unseen))
+    earlier = [step for step in common if step < origin.step]
+    if origin.link == "parameters" and origin.step > 0 and origin.step - 1 not in earlier:
+        found.append(f"step {origin.step - 1}")
+    return found

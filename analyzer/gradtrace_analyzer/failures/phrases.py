@@ -1,0 +1,40 @@
+"""Where a rank is or was last seen, and that it died there, in words."""
+
+from __future__ import annotations
+
+from gradtrace_analyzer.failures.endings import Ending
+from gradtrace_analyzer.runs.last_seen import Place
+from gradtrace_analyzer.words.nouns import module_phrase
+
+
+def died_phrase(ending: Ending) -> str:
+    """`rank 1 died in step 3, in SigmoidBackward0 of blocks.2`."""
+    verb_ = "died" if ending.state == "died" else "was last seen"
+    where = "before its first event" if ending.place is None else where_phrase(ending.place)
+    return f"rank {ending.rank} {verb_} {where}"
+
+
+def where_phrase(place: Place) -> str:
+    """`in step 3, in SigmoidBackward0 of blocks.2`."""
+    step = "" if place.step is None else f"in step {place.step}, "
+    if place.doing == "node":
+        of = place.parameter_fqn or module_phrase(place.module_fqn)
+        again = (
+            ""
+            if place.module_inside is None
+            else f", running the forward of {module_phrase(place.module_inside)} again"
+        )
+        return f"{step}in {place.node_name} of {of}{again}"
+    if place.doing == "module":
+        return f"{step}in the forward of {module_phrase(place.module_fqn)}"
+    if place.doing == "backward":
+        engine = "in no Node (it waits for reductions, or runs a callback)"
+        return f"{step}in backward pass {place.backward_index}, {engine}"
+    if place.doing == "optimizer":
+        return f"{step}in a step of {place.optimizer}"
+    after = {
+        "after_module": f"the forward of {module_phrase(place.module_fqn)}",
+        "after_backward": f"backward pass {place.backward_index}",
+        "after_optimizer": f"a step of {place.optimizer}",
+    }[place.doing]
+    return f"{step}after {after}, in code outside any module, backward pass or optimizer"
