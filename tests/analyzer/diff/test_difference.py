@@ -83,7 +83,10 @@ def test_nodes_number_is_that_of_the_side_which_has_it() -> None:
 
 
 def test_link_of_a_row_follows_its_table_and_point() -> None:
-    assert [parameter("w", 0, point).link for point in ("before", "after")] == ["parameters", "optimizer"]  # fmt: skip
+    assert [parameter("w", 0, point).link for point in ("before", "after")] == [
+        "parameters",
+        "optimizer",
+    ]
     assert loss(0).link == "loss"
 
 
@@ -103,7 +106,13 @@ def test_rows_of_a_table_become_objects_with_both_sides() -> None:
     )  # fmt: skip
     _judged(connection, "node_events")
     pair, lone = _objects(connection, "node_events")
-    assert (pair.rank, pair.step, pair.order, pair.only_in, pair.event_indices) == (1, 2, 0.0, None, (7, 7))  # fmt: skip
+    assert (pair.rank, pair.step, pair.order, pair.only_in, pair.event_indices) == (
+        1,
+        2,
+        0.0,
+        None,
+        (7, 7),
+    )
     assert pair.reads is not None and not pair.reads.differs
     writes = pair.writes
     assert writes is not None and writes.baseline is not None and writes.candidate is not None
@@ -132,7 +141,9 @@ def _judged(connection: Any, table: str) -> None:
     """The columns that a judgement adds, so that pairs are beyond their tolerance and lone rows are not."""
     [sides] = [t.sides for t in LINK_TABLES if t.table == table]
     for role, _ in sides:
-        connection.execute(f"ALTER TABLE differing_{table} ADD COLUMN {role}_tolerance DOUBLE DEFAULT 0.25")  # fmt: skip
+        connection.execute(
+            f"ALTER TABLE differing_{table} ADD COLUMN {role}_tolerance DOUBLE DEFAULT 0.25"
+        )
     connection.execute(
         f"ALTER TABLE differing_{table} ADD COLUMN noise VARCHAR DEFAULT 'measured';"
         f"ALTER TABLE differing_{table} ADD COLUMN told_by VARCHAR DEFAULT 'length';"
@@ -148,7 +159,14 @@ def _objects(connection: Any, table: str) -> list[Difference]:
 
 
 def statistics(a: dict[str, Any], b: dict[str, Any]) -> list[Any]:
-    usual = {"numel": 4, "dtype": "float32", "abs_max": 1.0, "sum": 0.0, "nan_count": 0, "inf_count": 0}  # fmt: skip
+    usual = {
+        "numel": 4,
+        "dtype": "float32",
+        "abs_max": 1.0,
+        "sum": 0.0,
+        "nan_count": 0,
+        "inf_count": 0,
+    }
     return [side[name] for name in STATISTICS for side in ({**usual, **a}, {**usual, **b})]
 
 

@@ -73,9 +73,7 @@ def test_bucket_may_follow_from_a_rank_whose_own_was_not_recorded_where_not_all_
     assert origins(*failing, failed={2: False}) == [0, 1]
 
 
-def test_reduced_gradient_without_a_recorded_bucket_follows_from_ranks_that_differed_before() -> (
-    None
-):
+def test_reduced_gradient_without_a_bucket_follows_from_ranks_that_differed_before() -> None:
     rows = (gradient("w", 1, rank=1), gradient("w", 3, "reduced"))
     assert origins(*rows) == [0]
     assert origins(*rows, bucketed=[(0, 0, "w")]) == [0, 1]  # its bucket is equal
@@ -108,7 +106,9 @@ def test_module_that_talks_to_other_ranks_follows_from_what_they_put_in() -> Non
     assert origins(rows[0], rows[1], other, together=[[0, 1]]) == [0, 2]
 
 
-@pytest.mark.parametrize("name", ["_AllReduceBackward", "SyncBatchNormFunctionBackward"])
+@pytest.mark.parametrize(
+    "name", ["_AllReduceBackward", "SyncBatchNormFunctionBackward", "all_gather_tensorBackward"]
+)
 def test_node_of_a_collective_follows_from_what_other_ranks_put_in(name: str) -> None:
     reading = node("m", 1, rank=1, node_name=name, reads=changed())
     rows = (node("x", 0, rank=1), reading, node("m", 1, node_name=name, reads=unchanged()))

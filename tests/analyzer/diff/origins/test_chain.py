@@ -99,15 +99,15 @@ def test_call_reads_inputs_of_its_root_or_of_none() -> None:
 
 
 def test_call_gives_what_its_parameters_and_the_modules_in_it_give() -> None:
-    chain = Chain(parameter("block.a.weight", 0), call("block.a", 1), call("block", 2), call("b", 3))  # fmt: skip
+    chain = Chain(
+        parameter("block.a.weight", 0), call("block.a", 1), call("block", 2), call("b", 3)
+    )
     assert chain.from_(1) == {0}
     assert chain.from_(2) == {0, 1}
     assert chain.origins == [0, 3]
 
 
-def test_parameter_of_the_module_around_a_call_may_change_what_it_reads_and_never_what_it_gives() -> (
-    None
-):
+def test_parameter_of_the_module_around_a_call_changes_what_it_reads_never_what_it_gives() -> None:
     scale = parameter("block.scale", 0)
     assert Chain(scale, call("block.a", 1, **READS)).from_(1) == {0}
     assert Chain(scale, call("block.a", 1)).origins == [0, 1]
@@ -170,18 +170,22 @@ def test_forward_after_a_loss_may_follow_from_it() -> None:
 
 
 def test_node_inherits_from_those_before_it_in_its_pass_where_it_reads_what_differs() -> None:
-    chain = Chain(node("a", 1), node("b", 2, **READS), node("b", 3), node("c", 4, **READS, backward_index=1))  # fmt: skip
+    chain = Chain(
+        node("a", 1), node("b", 2, **READS), node("b", 3), node("c", 4, **READS, backward_index=1)
+    )
     assert chain.from_(1) == {0}
     assert chain.origins == [0, 2, 3]
 
 
 def test_node_follows_the_loss_of_its_pass() -> None:
-    rows = (loss(0), node("a", 1, **READS), loss(8, backward_index=1))
-    assert Chain(*rows).from_(1) == {0}
+    rows = (loss(0), loss(1, backward_index=1), node("a", 2, **READS))
+    assert Chain(*rows).from_(2) == {0}
 
 
 def test_node_saved_what_its_module_was_called_with_and_holds() -> None:
-    chain = Chain(parameter("a.weight", 0), call("a", 1), node("a", 2), node("b", 3), node("a", 4, root=1))  # fmt: skip
+    chain = Chain(
+        parameter("a.weight", 0), call("a", 1), node("a", 2), node("b", 3), node("a", 4, root=1)
+    )
     assert chain.from_(2) == {0, 1}
     assert chain.origins == [0, 3, 4]
 
@@ -334,9 +338,7 @@ def test_statistics_after_the_step_follow_the_calls_of_their_module() -> None:
     assert Chain(call("norm", 1), parameter("norm.mean", 9, "after"), untouched={0}).from_(1) == {0}
 
 
-def test_what_comes_after_a_difference_is_not_independent_of_it_where_modules_were_left_out() -> (
-    None
-):
+def test_nothing_is_independent_of_what_came_before_where_modules_were_left_out() -> None:
     rows = (call("a", 1), node("b", 2))
     assert Chain(*rows).origins == [0, 1]
     assert Chain(*rows, is_filtered=True).from_(1) == {0}

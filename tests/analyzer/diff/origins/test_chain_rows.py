@@ -20,7 +20,9 @@ ROWS = {
 }
 
 
-def around(origin: Difference, *others: Difference, before: int = 9, after: int = 9) -> list[Passage]:  # fmt: skip
+def around(
+    origin: Difference, *others: Difference, before: int = 9, after: int = 9
+) -> list[Passage]:
     return passages(started(ROWS), origin, [origin, *others], before, after)
 
 
@@ -47,7 +49,12 @@ def test_rows_that_agree_are_shown_with_the_norm_that_both_have() -> None:
 def test_so_many_rows_are_shown_before_the_origin_and_after_it() -> None:
     found = around(call("b", 1), before=1, after=0)
     assert [p.key["module_fqn"] for p in found] == ["a", "a", "b", "b"]
-    assert [p.key["module_fqn"] for p in around(call("b", 1), before=0, after=1)] == ["b", "b", "c", "c"]  # fmt: skip
+    assert [p.key["module_fqn"] for p in around(call("b", 1), before=0, after=1)] == [
+        "b",
+        "b",
+        "c",
+        "c",
+    ]
 
 
 def test_loss_that_differs_is_shown_as_a_number() -> None:
@@ -61,7 +68,12 @@ def test_row_of_one_side_alone_stands_where_it_ran() -> None:
     extra = node("n", 0.5, only_in="candidate", reads=None, writes=lone)
     found = around(call("b", 1), extra)
     assert [p.key.get("module_fqn") for p in found][:4] == ["a", "a", "n", "b"]
-    assert (found[2].way, found[2].only_in, found[2].baseline, found[2].candidate) == ("leaves", "candidate", None, 7.0)  # fmt: skip
+    assert (found[2].way, found[2].only_in, found[2].baseline, found[2].candidate) == (
+        "leaves",
+        "candidate",
+        None,
+        7.0,
+    )
 
 
 def test_origin_that_is_no_row_of_the_baseline_is_looked_for_by_its_place() -> None:

@@ -96,7 +96,9 @@ def test_row_cannot_have_received_what_a_later_one_left() -> None:
     assert not known.changed_on_the_way(B, set())
 
 
-@pytest.mark.parametrize("other", [node("m", 1, backward_index=1), node("m", 1, rank=1), call("m", 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    "other", [node("m", 1, backward_index=1), node("m", 1, rank=1), call("m", 1)]
+)
 def test_tensors_move_within_a_pass_or_within_the_forward_of_a_rank(other: Difference) -> None:
     known = of((other, row(1, "", "4:7"), row(1, "", "4:7")), (B, row(2, "4:7"), row(2, "4:9")))
     assert not known.changed_on_the_way(B, set())
@@ -124,8 +126,18 @@ def test_rows_are_read_of_the_ranks_and_the_step_that_are_asked_for() -> None:
         at = {"step": 1, "backward_index": 0, "event_index": 0, "direction": "grad_input"}
         return [{**at, "position": p, "numel": 1, "fingerprint": value + p} for p in (1, 0)]
 
-    calls = [{"step": 1, "root": 0, "module_fqn": "m", "phase": "forward", "call_index": 0,
-              "input_numel": 4, "input_fingerprint": 1, "output_numel": 4}]  # fmt: skip
+    calls = [
+        {
+            "step": 1,
+            "root": 0,
+            "module_fqn": "m",
+            "phase": "forward",
+            "call_index": 0,
+            "input_numel": 4,
+            "input_fingerprint": 1,
+            "output_numel": 4,
+        }
+    ]
     inputs = [{"step": 1, "root": 0, "call_index": 0, "name": "x", "numel": 4, "fingerprint": 1}]
     connection = views(
         {"node_events": nodes(10), "node_tensors": tensors_of(20), "module_calls": calls, "inputs": inputs},

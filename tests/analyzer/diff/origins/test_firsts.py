@@ -77,7 +77,10 @@ def test_module_that_gives_something_else_is_the_forwards_origin() -> None:
 
 
 def test_forward_behind_a_moved_generator_is_laid_at_its_door() -> None:
-    assert [o.link for o in found(call("a", 1), call("a", 1, rank=1), rng=[1])] == ["rng", "forward"]  # fmt: skip
+    assert [o.link for o in found(call("a", 1), call("a", 1, rank=1), rng=[1])] == [
+        "rng",
+        "forward",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,9 @@ def test_module_whose_code_lies_between_is_the_innermost_that_reads_the_same(
 
 def test_module_that_another_microbatch_changed_still_reads_the_same_here() -> None:
     other = call("block", 5, reads=changed(), microbatch=1)
-    assert first(call("block.a", 1, reads=changed()), other, modules=["block"]).module_fqn == "block"  # fmt: skip
+    assert (
+        first(call("block.a", 1, reads=changed()), other, modules=["block"]).module_fqn == "block"
+    )
 
 
 def test_call_that_reads_within_rounding_is_an_origin_beyond_tolerance_alone() -> None:
@@ -109,7 +114,12 @@ def test_call_that_reads_within_rounding_is_an_origin_beyond_tolerance_alone() -
 
 def test_inputs_that_left_their_row_late_come_first_all_the_same() -> None:
     """Keyword arguments are written when the root returns, after the modules inside it."""
-    rows = [call("a", 1, reads=changed()), given(4, "x"), given(5, "y"), given(6, "z", microbatch=1)]  # fmt: skip
+    rows = [
+        call("a", 1, reads=changed()),
+        given(4, "x"),
+        given(5, "y"),
+        given(6, "z", microbatch=1),
+    ]
     origin = first(*rows)
     assert (origin.link, origin.difference.key["name"], origin.other_count) == ("inputs", "x", 1)
 
@@ -186,7 +196,9 @@ def test_gradient_that_is_carried_in_on_one_side_alone_is_a_carried_gradient() -
     assert first(gradient("w", 1, "carried", only_in="candidate")).link == "carried_gradient"
 
 
-@pytest.mark.parametrize("row", [gradient("w", 1, only_in="baseline"), call("m", 1, only_in="candidate")])  # fmt: skip
+@pytest.mark.parametrize(
+    "row", [gradient("w", 1, only_in="baseline"), call("m", 1, only_in="candidate")]
+)
 def test_row_of_one_side_alone_is_the_structures(row: Difference) -> None:
     origin = first(row)
     assert (origin.link, origin.change) == ("structure", None)
@@ -238,7 +250,11 @@ def test_pass_that_failed_is_the_origin_of_a_rank_without_differences() -> None:
     origin = first(failures={2: failure(rank=2)})
     d = origin.difference
     assert (origin.link, origin.ranks, origin.module_fqn) == ("backward", (2,), "m")
-    assert (d.table, d.values, d.event_indices) == ("failures", {"failure": (None, "ValueError: no")}, (None, 3))  # fmt: skip
+    assert (d.table, d.values, d.event_indices) == (
+        "failures",
+        {"failure": (None, "ValueError: no")},
+        (None, 3),
+    )
     other = first(failures={0: failure(side="baseline")}).difference
     assert (other.values, other.event_indices) == ({"failure": ("ValueError: no", None)}, (3, None))
 
@@ -322,6 +338,8 @@ def test_factor_of_a_pass_is_followed_to_where_it_ends() -> None:
 
 
 def test_row_that_is_no_summary_is_told_by_its_values() -> None:
-    row = difference("parameters", 1, parameter_fqn="w", point="before", values={"requires_grad": (True, False)})  # fmt: skip
+    row = difference(
+        "parameters", 1, parameter_fqn="w", point="before", values={"requires_grad": (True, False)}
+    )
     origin = first(row, parameter("v", 2))
     assert (origin.link, origin.change, origin.other_count) == ("parameters", None, 0)

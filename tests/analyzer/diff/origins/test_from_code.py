@@ -50,7 +50,7 @@ def test_what_reads_otherwise_behind_the_changed_code_follows_from_it() -> None:
     assert others(*rows) == [0]
 
 
-def test_what_gives_something_else_from_what_is_equal_has_another_cause_unless_code_changed_inside() -> None:  # fmt: skip
+def test_fault_of_a_module_that_reads_the_same_has_another_cause_unless_its_code_changed() -> None:
     rows = [call("after", 15), call("extra", 16), node("after", 20), node("extra", 21)]
     assert others(*rows) == [0, 2]
 
@@ -139,7 +139,12 @@ def origin(*rows: Difference, exceeding: bool = False, left: Difference | None =
 def test_origin_of_changed_code_names_it_and_the_first_row_that_follows() -> None:
     rows = [call("b", 7, rank=1), call("a", 9, **READS), call("c", 12, exceeds=False)]
     found = origin(*rows)
-    assert (found.link, found.ranks, found.module_fqn, found.code) == ("structure", (0, 1), "extra", (LAYER,))  # fmt: skip
+    assert (found.link, found.ranks, found.module_fqn, found.code) == (
+        "structure",
+        (0, 1),
+        "extra",
+        (LAYER,),
+    )
     assert found.difference is found.follower is rows[1]
     assert found.change is rows[1].reads
     left = call("extra", 3, only_in="candidate")

@@ -186,7 +186,40 @@ def test_parameter_that_no_node_of_its_module_saw_is_an_origin_of_its_own(seen: 
     assert all(o.rewritten is None for o in origins)
 
 
-def test_where_everything_feeds_everything_the_first_of_each_rank_is_told() -> None:
+def test_what_follows_from_something_else_too_is_none_of_the_others() -> None:
+    rows = [
+        call("first", 0),
+        gradient("w", 2),
+        node("m", 7, backward_index=1),
+        accumulating("w", 8, backward_index=1),
+        gradient("w", 8, backward_index=1),  # on top of the first, and of what the Node gave
+        parameter("q.a", 20, "after"),
+        gradient("b", 3),
+        parameter("b", 21, "after"),  # it follows from its gradient
+    ]
+    known = {"untouched": {0}, "accumulated": [(0, 0, "w"), (0, 0, "b")]}
+    origins, _ = search(*rows, **known)
+    counts = [(o.link, o.parameter_fqn, o.other_count) for o in origins if o.parameter_fqn]
+    assert counts == [
+        ("local_gradient", "w", 0),
+        ("local_gradient", "b", 0),
+        ("optimizer", "q.a", 0),
+    ]
+
+
+def test_where_ranks_only_feed_each_other_the_first_of_each_is_told() -> None:
+    rows = [
+        call("n", 1),
+        call("m", 2, **READS),
+        call("m", 1, rank=1),
+        call("n", 2, rank=1, **READS),
+    ]
+    origins, inherited = search(*rows, collective={(0, "m"), (0, "n")})
+    assert places(origins) == [("forward", (0,), "n"), ("forward", (1,), "m")]
+    assert inherited == [] and [o.heirs for o in origins] == [{}, {}]
+
+
+def test_ranks_that_put_something_else_into_a_bucket_are_one_origin() -> None:
     rows = [bucket(["w"], 2, rank=rank, **READS) for rank in (0, 1)]
     origins, inherited = search(*rows)
     assert [(o.ranks, o.between) for o in origins] == [((0, 1), True)] and inherited == []

@@ -16,7 +16,9 @@ def side(event_index: int, values: dict[int, float], count: int | None = None) -
     """A Node of which these gradients, by position, are known; one more row is of another Node."""
     tensors = [
         {**AT, "event_index": index, "direction": way, "position": p, **summary_columns([v, 1.0], "", 4)}
-        for index, way, offset in ((event_index, "grad_input", 0), (event_index, "grad_output", 5), (8, "grad_input", 9))
+        for index, way, offset in (
+            (event_index, "grad_input", 0), (event_index, "grad_output", 5), (8, "grad_input", 9)
+        )
         for p, v in ((p, v + offset) for p, v in values.items())
     ]  # fmt: skip
     counts = {"grad_input_count": len(values) if count is None else count, "grad_output_count": 1}

@@ -54,7 +54,9 @@ def place(found: Rescaled | None) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("side", "times"), [("baseline", 0.5), ("candidate", 4.0)])
-def test_side_that_multiplied_its_gradient_is_named_with_the_number(side: str, times: float) -> None:  # fmt: skip
+def test_side_that_multiplied_its_gradient_is_named_with_the_number(
+    side: str, times: float
+) -> None:
     found = first_rescaled(step(**{side: times}), FACTOR)
     assert place(found) == ("w", 0, 1, side)
     assert found is not None and found.times == pytest.approx(times)
@@ -105,7 +107,9 @@ def test_wide_sketches_are_folded_to_those_of_nodes() -> None:
         if d.table == "gradients" and d.writes is not None:
             assert d.writes.baseline is not None and d.writes.candidate is not None
             widened = change(wide(d.writes.baseline["sketch"]), wide(d.writes.candidate["sketch"]))
-            rows.append(gradient("w", d.order, writes=widened, backward_index=d.key["backward_index"]))  # fmt: skip
+            rows.append(
+                gradient("w", d.order, writes=widened, backward_index=d.key["backward_index"])
+            )
         else:
             rows.append(d)
     found = first_rescaled(rows, FACTOR)

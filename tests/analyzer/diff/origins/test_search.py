@@ -39,7 +39,9 @@ def step(changed: Values | None = None, rank: int = 0, count: int = 2) -> dict[s
             for p, gradient in enumerate(gradients)
         ]
     root = {"rank": rank, "root": 0, "module_fqn": "", "call_index": 0, "phase": "forward"}
-    calls.append({**root, "depth": 0, **summary("input_", "x", 7.0), **summary("output_", "y", 8.0)})  # fmt: skip
+    calls.append(
+        {**root, "depth": 0, **summary("input_", "x", 7.0), **summary("output_", "y", 8.0)}
+    )
     passes = [{"rank": rank, "backward_index": 0, "kind": "backward", "loss": 0.5}]
     return {
         "module_calls": calls,
@@ -71,7 +73,9 @@ def told(origins: list[Any]) -> list[tuple[Any, ...]]:
 
 def test_two_nodes_that_give_something_else_are_two_origins() -> None:
     everything = {"node left": 2.0, "left 0": 2.0, "left 1": 2.0}
-    origins, _ = search(step(), step({**everything, "node right": 2.0, "right 0": 2.0, "right 1": 2.0})).origins()  # fmt: skip
+    origins, _ = search(
+        step(), step({**everything, "node right": 2.0, "right 0": 2.0, "right 1": 2.0})
+    ).origins()
     assert told(origins) == [
         ("backward", "left", (0,), (), None),
         ("backward", "right", (0,), (), None),

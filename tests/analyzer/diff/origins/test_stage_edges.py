@@ -154,8 +154,20 @@ def acted(rank: int, stage: int, kind: str, value: float, **more: Any) -> dict[s
 
 
 def test_edges_are_read_of_one_step() -> None:
-    calls = [{"rank": rank, "root": 0, "module_fqn": "", "phase": "forward", "call_index": 0, "depth": 0,
-              "start_ns": 0, "end_ns": 1, "step": 1} for rank in (0, 1)]  # fmt: skip
+    calls = [
+        {
+            "rank": rank,
+            "root": 0,
+            "module_fqn": "",
+            "phase": "forward",
+            "call_index": 0,
+            "depth": 0,
+            "start_ns": 0,
+            "end_ns": 1,
+            "step": 1,
+        }
+        for rank in (0, 1)
+    ]
     events = [
         acted(0, 0, "forward", 5.0, step=1),
         acted(0, 0, "backward_full", 7.0, step=1, microbatch=2),

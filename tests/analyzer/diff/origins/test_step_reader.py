@@ -35,7 +35,9 @@ BASELINE: dict[str, list[dict[str, Any]]] = {
         called("", "Net", rank=1),
         called("d", rank=2),
     ],
-    "gradients": [{"root": 0, "parameter_fqn": "w", "backward_index": 0, "point": point} for point in ("local", "final")],
+    "gradients": [
+        {"root": 0, "parameter_fqn": "w", "backward_index": 0, "point": point} for point in ("local", "final")
+    ],
 }  # fmt: skip
 CANDIDATE = {
     "module_calls": [*BASELINE["module_calls"][:-1], called("", "Other"), called("e")],
@@ -57,7 +59,9 @@ def test_modules_that_nobody_asked_for_are_left_out() -> None:
     assert Surroundings(started(BASELINE), chosen, 0).modules() == {(0, "a.b")}
 
 
-def test_root_is_named_by_its_class_the_first_by_name_where_sides_differ(here: Surroundings) -> None:  # fmt: skip
+def test_root_is_named_by_its_class_the_first_by_name_where_sides_differ(
+    here: Surroundings,
+) -> None:
     assert here.roots() == {0: "Net", 1: "Critic"}
 
 
