@@ -153,6 +153,36 @@ def group(order: float, **values: tuple[Any, Any]) -> Difference:
     return difference("optimizer_groups", order, values=values)
 
 
+def sides(
+    error: float = 0.0,
+    prefix: str = "",
+    *,
+    times: float = 1.0,
+    norm: float = 1.0,
+    numel: int = 100,
+    dtype: str = "float32",
+    lanes: int = SKETCH_LANES,
+) -> tuple[Row, Row]:
+    """The columns of one tensor's summary in both runs, of which the sketches say that it is this far apart.
+
+    The candidate's is turned by the error, which does not lengthen it, and then `times` as long.
+    """
+    rest = [0.0] * (lanes - 2)
+    sketches = ([norm, 0.0, *rest], [times * norm, error * norm, *rest])
+    found = []
+    for n, sketch in enumerate(sketches):
+        own = {
+            "numel": numel,
+            "dtype": dtype,
+            "norm": norm * (times if n else 1.0),
+            "sketch": sketch,
+        }
+        own |= {"abs_max": norm, "sum": 0.0, "nan_count": 0, "inf_count": 0}
+        own["fingerprint"] = 1 + n * (error != 0 or times != 1)
+        found.append({f"{prefix}{name}": value for name, value in own.items()})
+    return found[0], found[1]
+
+
 def _with_ranks(held: pa.Table, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Rows of a part with the rank, which is in the part's name alone."""
     if "rank" in held.column_names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from gradtrace_analyzer.diff.difference import Difference
@@ -31,7 +32,8 @@ def said(found: list[Passage]) -> list[tuple[Any, ...]]:
 
 
 def test_rows_that_agree_are_shown_with_the_norm_that_both_have() -> None:
-    found = around(call("b", 1, reads=unchanged(2.0), writes=changed(0.25, norm=3.0)))
+    added_up_otherwise = replace(unchanged(2.0), error=1e-8)
+    found = around(call("b", 1, reads=added_up_otherwise, writes=changed(0.25, norm=3.0)))
     assert said(found) == [
         ("a", "receives", 1.0, 1.0, 0.0),
         ("a", "returns", 2.0, 2.0, 0.0),

@@ -135,13 +135,13 @@ def test_origin_is_placed_with_where_what_its_action_received_came_from() -> Non
 def test_ranks_of_an_answer_are_the_candidates_where_stages_were_compared() -> None:
     """Stages 0 to 3 in two copies of two: in the candidate they lie on ranks 5, 4, 7 and 6."""
     stages = Stages({"baseline": {}, "candidate": {0: 5, 1: 4, 2: 7, 3: 6}}, 2)
-    reached = Reached(1, 0, "stage", {"stage_index": 9})
+    reached = Reached(3, 0, "stage", {"stage_index": 9})
     found = replace(
         origin(call("m", 5, rank=2)), ranks=(2, 3), source=(3, 1), reached=(reached,), place=None
     )
     told = on_ranks(found, stages)
     assert (told.ranks, told.source, told.place) == ((7, 6), (6, 1), Place(0))
-    assert [(r.rank, r.key["stage_index"]) for r in told.reached] == [(4, 1)]
+    assert [(r.rank, r.key["stage_index"]) for r in told.reached] == [(6, 1)]
     assert told.difference.key["backward_index"] is None  # it numbered microbatches
     assert on_ranks(replace(found, place=Place(1, 4)), stages).place == Place(1, 4)
     assert on_ranks(found, None) is found and on_ranks(None, stages) is None

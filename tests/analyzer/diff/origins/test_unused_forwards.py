@@ -59,6 +59,10 @@ def test_gradient_pass_after_a_used_forward_is_no_part_of_an_unused_one() -> Non
     assert stretches(*used, went(1, "grad"), called("", 1)) == {0: [(3.5, 4.0)]}
 
 
+def test_pass_of_something_else_ends_what_is_unused() -> None:
+    assert stretches(called(""), went(), went(1, "grad")) == {0: [(0.0, 0.0)]}
+
+
 def test_call_is_used_by_a_later_pass_unless_the_same_call_was_made_again_before_it() -> None:
     first, again = called("", microbatch=0), called("", microbatch=1)
     assert stretches(first, ran("", microbatch=1), went()) == {}

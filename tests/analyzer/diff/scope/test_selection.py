@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import duckdb
 import pytest
 
 from gradtrace_analyzer.diff.links import LINK_TABLES
@@ -33,30 +34,39 @@ def test_empty_module_is_a_sentence() -> None:
         chosen(modules=["a", ""])
 
 
-@pytest.mark.parametrize(
-    ("pattern", "fqn", "is_wanted"),
-    [
-        ("blocks.1", "blocks.1", True),
-        ("blocks.1", "blocks.1.attn", True),
-        ("blocks.1", "blocks.11", False),
-        ("blocks.1*", "blocks.11.attn", True),
-        ("blocks.?.attn", "blocks.2.attn.q", True),
-        ("blocks.[12]", "blocks.3", False),
-        ("attn", "blocks.1.attn", False),
-        ("Blocks.1", "blocks.1", False),
-        ("*", "", True),
-    ],
-)
+MODULES = [
+    ("blocks.1", "blocks.1", True),
+    ("blocks.1", "blocks.1.attn", True),
+    ("blocks.1", "blocks.11", False),
+    ("blocks.1*", "blocks.11.attn", True),
+    ("blocks.?.attn", "blocks.2.attn.q", True),
+    ("blocks.[12]", "blocks.3", False),
+    ("blocks.[!12]", "blocks.3", True),
+    ("attn", "blocks.1.attn", False),
+    ("Blocks.1", "blocks.1", False),
+    ("*", "", True),
+]
+
+
+@pytest.fixture(scope="module")
+def calls() -> duckdb.DuckDBPyConnection:
+    names = sorted({fqn for _, fqn, _ in MODULES})
+    return views(
+        {"module_calls": [{"root": 0, "module_fqn": f, "phase": "forward"} for f in names]}
+    )
+
+
+@pytest.mark.parametrize(("pattern", "fqn", "is_wanted"), MODULES)
 def test_module_stands_for_itself_and_what_is_in_it(
-    pattern: str, fqn: str, is_wanted: bool
+    pattern: str, fqn: str, is_wanted: bool, calls: duckdb.DuckDBPyConnection
 ) -> None:
     """In Python, and in SQL over the same name."""
     asked = chosen(modules=[pattern])
     assert asked.wants_module(fqn) == is_wanted
-    rows = [{"root": 0, "module_fqn": fqn, "phase": "forward"}]
-    [calls] = [t for t in LINK_TABLES if t.table == "module_calls"]
-    found = views({"module_calls": rows}).execute(
-        f"SELECT count(*) FROM baseline.module_calls WHERE {asked.condition(calls)}"
+    [table] = [t for t in LINK_TABLES if t.table == "module_calls"]
+    found = calls.execute(
+        f"SELECT count(*) FROM baseline.module_calls WHERE module_fqn = ? AND {asked.condition(table)}",
+        [fqn],
     )
     assert found.fetchall() == [(int(is_wanted),)]
 
@@ -95,6 +105,11 @@ ROWS = {
 }
 
 
+@pytest.fixture(scope="module")
+def rows() -> duckdb.DuckDBPyConnection:
+    return views(ROWS)
+
+
 @pytest.mark.parametrize(
     ("asked", "kept"),
     [
@@ -113,21 +128,23 @@ ROWS = {
         (chosen(links=["backward"], modules=["blocks.*"]), [0, 0, 1, 0]),
     ],
 )
-def test_rows_that_are_compared_are_those_asked_for(asked: Chosen, kept: list[int]) -> None:
-    connection = views(ROWS)
-    found = []
+def test_rows_that_are_compared_are_those_asked_for(
+    asked: Chosen, kept: list[int], rows: duckdb.DuckDBPyConnection
+) -> None:
+    found: list[int] = []
     for name in ROWS:
         [table] = [t for t in LINK_TABLES if t.table == name]
         query = f"SELECT count(*) FROM baseline.{name} WHERE {asked.condition(table)}"
-        found += connection.execute(query).fetchone() or ()
+        found += rows.execute(query).fetchone() or ()
     assert found == kept
 
 
-def test_condition_reads_the_columns_of_a_key_by_their_prefix() -> None:
+def test_condition_reads_the_columns_of_a_key_by_their_prefix(
+    rows: duckdb.DuckDBPyConnection,
+) -> None:
     [table] = [t for t in LINK_TABLES if t.table == "parameters"]
     condition = chosen(1, modules=["head"], links=["parameters"]).condition(table, "key_")
-    connection = views(ROWS)
-    found = connection.execute(
+    found = rows.execute(
         "SELECT key_fqn FROM (SELECT step, rank, point AS key_point, parameter_fqn AS key_parameter_fqn, "
         f"parameter_fqn AS key_fqn FROM baseline.parameters) WHERE {condition}"
     )
