@@ -48,16 +48,16 @@ def test_ranks_that_an_origin_reached_in_a_later_step_are_told_with_it() -> None
     near = Reached(1, 3, "bucket", {})
     own = replace(origin(call("m", 1, step=3)), reached=(near,))
     spread = [
-        entry(3, 5, "forward"),
+        entry(3, 5, "parameters"),
         entry(3, 4, "optimizer"),
-        entry(3, 4, "parameters"),
+        entry(3, 4, "forward"),
         entry(2, 4, "clip"),
         entry(1, 4, "clip"),  # it was reached before
         entry(0, 4, "clip"),  # its own rank
         entry(4, 2, "clip"),  # before the origin: that is no consequence
     ]
     [found] = with_later([own], spread)
-    assert found.reached == (near, Reached(2, 4, "clip", {}), Reached(3, 4, "parameters", {}))
+    assert found.reached == (near, Reached(2, 4, "clip", {}), Reached(3, 4, "forward", {}))
 
 
 def test_of_several_origins_nobody_knows_which_reached_a_rank_later() -> None:

@@ -118,10 +118,12 @@ def rows() -> duckdb.DuckDBPyConnection:
         (chosen(ranks="1"), [1, 0, 0, 0]),
         (chosen(ranks="0,1"), [4, 3, 2, 1]),
         (chosen(ranks="2-5,0"), [3, 3, 2, 1]),
+        (chosen(step=1, ranks="0,1"), [1, 0, 1, 0]),
         # A parameter is of the module that holds it; losses are of none.
         (chosen(modules=["blocks.1"]), [2, 1, 1, 0]),
         (chosen(modules=["head", "blocks.10"]), [1, 1, 0, 0]),
         (chosen(modules=["*'s"]), [0, 0, 0, 0]),
+        (chosen(modules=["scale"]), [0, 0, 0, 0]),  # it is of the root
         (chosen(links=["parameters"]), [3, 0, 0, 0]),
         (chosen(links=["optimizer", "clip"]), [1, 2, 0, 0]),
         (chosen(links=["backward", "loss"]), [0, 0, 2, 1]),
@@ -131,11 +133,15 @@ def rows() -> duckdb.DuckDBPyConnection:
 def test_rows_that_are_compared_are_those_asked_for(
     asked: Chosen, kept: list[int], rows: duckdb.DuckDBPyConnection
 ) -> None:
+    """And all others are those of which it is not true: a name that is null is of no module."""
     found: list[int] = []
-    for name in ROWS:
+    for name, of_table in ROWS.items():
         [table] = [t for t in LINK_TABLES if t.table == name]
-        query = f"SELECT count(*) FROM baseline.{name} WHERE {asked.condition(table)}"
-        found += rows.execute(query).fetchone() or ()
+        condition = asked.condition(table)
+        query = f"SELECT count(*) FILTER ({condition}), count(*) FILTER (NOT ({condition})) FROM baseline.{name}"
+        [(count, others)] = rows.execute(query).fetchall()
+        found.append(count)
+        assert count + others == len(of_table)
     assert found == kept
 
 
