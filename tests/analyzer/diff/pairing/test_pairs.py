@@ -42,6 +42,7 @@ PLACES = [(rank, step) for rank in range(4) for step in range(60)]
         ([(0, 1), (0, 5), (0, 6), (0, 30)], 4),
         ([(0, 2 * n) for n in range(16)], 16),
         ([(0, 2 * n) for n in range(17)], 33),  # too many stretches: all that lies between
+        ([(0, n) for n in (*range(17), 30)], 18),  # steps in a row are one
     ],
 )
 def test_condition_holds_of_the_rows_that_are_asked_for_and_of_few_others(
@@ -116,6 +117,8 @@ def test_value_that_one_side_has_more_often_is_another() -> None:
         {"optimizer_groups": [group, group], "steps": [{}]},
     )
     assert connection.execute(other_values(link_table("optimizer_groups"))).fetchall() == [(0, 0)]
+    twice: Rows = {"optimizer_groups": [group, group], "steps": [{}]}
+    assert started(twice).execute(other_values(link_table("optimizer_groups"))).fetchall() == []
 
 
 def test_names_of_parameters_count_only_where_that_is_asked() -> None:
@@ -135,7 +138,7 @@ def gradient(name: str, values: list[float] | None, **more: Any) -> Row:
 
 
 SAME = [3.0, 4.0]
-NAN = [3.0, float("nan")]
+NAN = [float("nan"), 4.0]
 # One row a case: name, baseline, candidate, what is found of it: side, whether it differs, its error.
 GRADIENTS: list[tuple[str, Row | None, Row | None, tuple[Any, ...] | None]] = [
     ("equal", gradient("equal", SAME), gradient("equal", SAME), None),
@@ -174,7 +177,9 @@ def test_pairs_that_differ_are_told_with_their_relative_error() -> None:
             assert by == (pytest.approx(error) if error is not None else None), name
 
 
-@pytest.mark.parametrize(("is_alike", "apart"), [(True, ["a", "b", "c", "d"]), (False, ["b", "d"])])
+@pytest.mark.parametrize(
+    ("is_alike", "apart"), [(True, ["a", "b", "c", "d", "e", "f"]), (False, ["b", "d", "f"])]
+)
 def test_norms_that_were_added_up_otherwise_may_lie_a_little_apart(
     is_alike: bool, apart: list[str]
 ) -> None:
@@ -184,12 +189,16 @@ def test_norms_that_were_added_up_otherwise_may_lie_a_little_apart(
         "b": (5.0 * (1 + 1e-5), 7.0),
         "c": (5.0, 7.0 + 5e-6),
         "d": (5.0, 7.0 + 5e-5),
+        "e": (5.0, 7.0 + 3e-5),  # of ten thousand terms
+        "f": (5.0, 7.0),
     }
     old = [gradient(name, SAME, fingerprint=None) for name in norms_and_sums]
+    old[4]["numel"] = 10_000
     new = [
         {**row, "norm": norm, "sum": total}
         for row, (norm, total) in zip(old, norms_and_sums.values(), strict=True)
     ]
+    new[5]["abs_max"] *= 1 + 1e-7  # what is the largest does not hang on the order
     connection = started({"steps": [{}], "gradients": old}, {"steps": [{}], "gradients": new})
     connection.execute(differing(link_table("gradients"), "", [(0, 0)], is_alike=is_alike))
     found = connection.execute("SELECT key_parameter_fqn FROM differing_gradients ORDER BY 1")
