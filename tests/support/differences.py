@@ -183,11 +183,13 @@ def sides(
     return found[0], found[1]
 
 
-def _with_ranks(held: pa.Table, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Rows of a part with the rank, which is in the part's name alone."""
-    if "rank" in held.column_names:
-        return held
-    return held.append_column("rank", pa.array([row.get("rank", 0) for row in rows], pa.int32()))
+def _held(table: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Rows as a view holds them: a part's columns, and the rank, which is in the part's name alone."""
+    held = part_rows(table, rows)
+    if "rank" not in held.column_names:
+        ranks = pa.array([row.get("rank", 0) for row in rows], pa.int32())
+        held = held.append_column("rank", ranks)
+    return held.select([column.name for column in TABLES[table].columns])
 
 
 @cache
@@ -196,7 +198,7 @@ def _empty_views() -> str:
     made = ["CREATE SCHEMA held", *(f"CREATE SCHEMA {side}" for side in SIDES)]
     with contextlib.closing(duckdb.connect()) as connection:
         for table in ALL_TABLES:
-            connection.register("arriving", _with_ranks(part_rows(table.name, ()), ()))
+            connection.register("arriving", _held(table.name, ()))
             types = connection.execute("DESCRIBE FROM arriving").fetchall()
             columns = ", ".join(f'CAST(NULL AS {type}) AS "{name}"' for name, type, *_ in types)
             made += [f"CREATE VIEW {s}.{table.name} AS SELECT {columns} WHERE false" for s in SIDES]
@@ -224,7 +226,7 @@ def views(baseline: Rows, candidate: Rows | None = None) -> duckdb.DuckDBPyConne
                 counts[rank] = counts.get(rank, 0) + 1
                 numbered.append({"record_index": counts[rank], **row})
             if numbered:
-                connection.register("arriving", _with_ranks(part_rows(name, numbered), numbered))
+                connection.register("arriving", _held(name, numbered))
                 connection.execute(
                     f"CREATE TABLE held.{side}_{name} AS FROM arriving;"
                     f"CREATE OR REPLACE VIEW {side}.{name} AS FROM held.{side}_{name}"
