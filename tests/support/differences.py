@@ -28,7 +28,7 @@ from gradtrace_schemas.table import SKETCH_LANES
 from support.synthetic import facts_of, part_rows
 
 Row = dict[str, Any]
-Rows = Mapping[str, Sequence[Mapping[str, Any]]]
+Rows = Mapping[str, Sequence[Row]]
 
 _SKETCH = [float(1 + (7 * n) % 5) * (-1) ** n for n in range(SKETCH_LANES)]
 
@@ -264,10 +264,26 @@ def paired(
 ) -> duckdb.DuckDBPyConnection:
     """The same, with the tables of differences of the steps that are open."""
     connection = started(baseline, candidate, only=only)
+    places = opened_places(connection)
+    connection.execute(_empty_differences())
+    held = {*baseline, *(baseline if candidate is None else candidate)}
     for table in LINK_TABLES:
-        places = opened_places(connection)
-        connection.execute(differing(table, "", places, is_alike=is_alike))
+        if table.table in held:  # the others are as empty as they are: that saves most of the time
+            connection.execute(differing(table, "", places, is_alike=is_alike))
     return connection
+
+
+@cache
+def _empty_differences() -> str:
+    """The statements that make every table of differences, without rows."""
+    made = []
+    with contextlib.closing(started({})) as connection:
+        for table in LINK_TABLES:
+            connection.execute(differing(table, "", []))
+            types = connection.execute(f"DESCRIBE differing_{table.table}").fetchall()
+            columns = ", ".join(f"{name} {type}" for name, type, *_ in types)
+            made.append(f"CREATE TEMP TABLE differing_{table.table} ({columns})")
+    return "; ".join(made)
 
 
 def aligned(
@@ -278,10 +294,10 @@ def aligned(
     **options: Any,
 ) -> Alignment:
     """The pairs of the rows in these views, judged by the rule; `options` are those of `Alignment`."""
-    sides = runs or {side: run_of(ranks, name=side) for side in SIDES}
+    both = runs or {side: run_of(ranks, name=side) for side in SIDES}
     counts = {side: table_counts(connection, side, TABLE_NAMES) for side in SIDES}
-    judgement = Judgement(connection, sides)
-    return Alignment(connection, Reading(sides, counts), ranks, judgement=judgement, **options)
+    judgement = Judgement(connection, both)
+    return Alignment(connection, Reading(both, counts), ranks, judgement=judgement, **options)
 
 
 def cover(**more: Any) -> Cover:

@@ -148,7 +148,7 @@ def test_value_that_is_not_finite_on_one_side_is_found_by_step_and_order() -> No
     a, b = run(0, {(1, "a"): 0.5}), run(1, {(1, "a"): 0.5})
     for row in b["module_calls"]:
         if row["step"] >= 1 and row["module_fqn"] in "bc":
-            row |= {"output_nan_count": 2, "output_fingerprint": 9}  # type: ignore[operator]
+            row |= {"output_nan_count": 2, "output_fingerprint": 9}
     found = aligned(views(a, b)).first_nonfinite()
     assert found is not None and (found.step, found.key["module_fqn"]) == (1, "b")
     assert both({(1, "a"): 0.5}).first_nonfinite() is None

@@ -117,7 +117,7 @@ def test_rows_of_a_table_become_objects_with_both_sides() -> None:
     writes = pair.writes
     assert writes is not None and writes.baseline is not None and writes.candidate is not None
     assert (writes.baseline["norm"], writes.candidate["norm"]) == (4.0, 8.0)
-    assert (writes.error, writes.factor) == (0.5, pytest.approx(2.0))
+    assert writes.error == 0.5 and writes.factor == pytest.approx(2.0)
     assert (writes.tolerance, writes.noise, writes.told_by) == (0.25, "measured", "length")
     assert pair.reads.told_by is None  # lengths tell of what leaves
     assert pair.exceeds and not lone.exceeds

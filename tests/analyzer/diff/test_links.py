@@ -6,7 +6,7 @@ import pytest
 
 from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS, LOCAL_LINKS, link_of
 from gradtrace_schemas import TABLES
-from support.differences import views
+from support.differences import Row, views
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_every_column_that_a_link_table_names_is_in_the_catalogue() -> None:
 
 def test_action_of_another_kind_or_under_way_is_not_compared() -> None:
     [stages] = [table for table in LINK_TABLES if table.table == "stage_events"]
-    rows = [
+    rows: list[Row] = [
         {"kind": "forward", "end_ns": 5, "stage_index": 0},
         {"kind": "backward_full", "end_ns": None, "stage_index": 1},
         {"kind": "wait", "end_ns": 5, "stage_index": 2},

@@ -161,10 +161,11 @@ def test_nodes_of_a_step_whose_final_gradients_differ_stay() -> None:
 
 
 def test_nodes_of_a_step_with_a_lone_parameter_or_pass_stay() -> None:
-    parameter = {"root": 0, "parameter_fqn": "new", "point": "before"}
-    a_pass = {"backward_index": 0, "kind": "grad"}
-    for more in ({"parameters": [parameter]}, {"backward_passes": [a_pass]}):
-        assert aside(anchors(node_events=[lone("A")], **more))[1] == [(0, "A")]
+    parameter: Row = {"root": 0, "parameter_fqn": "new", "point": "before"}
+    a_pass: Row = {"backward_index": 0, "kind": "grad"}
+    nodes = [lone("A")]
+    assert aside(anchors(node_events=nodes, parameters=[parameter]))[1] == [(0, "A")]
+    assert aside(anchors(node_events=nodes, backward_passes=[a_pass]))[1] == [(0, "A")]
 
 
 def test_same_node_in_a_step_where_it_changes_nothing_speaks_for_the_others() -> None:

@@ -67,7 +67,7 @@ def test_what_is_no_other_division_of_the_same_work_is_not_taken_for_one(
 
 
 def test_stages_are_fed_by_other_stages() -> None:
-    stages = {"stage_events": [{"stage_index": 0, "kind": "forward"}]}
+    stages: dict[str, Any] = {"stage_events": [{"stage_index": 0, "kind": "forward"}]}
     assert divided(side(), side(ranks=3, fed=60, **stages), (1, 3)) is not None
 
 

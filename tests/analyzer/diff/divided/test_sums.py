@@ -79,7 +79,7 @@ class Side:
             del node["phase"]
             # A mean over a part's rows: each row's gradient is as many times larger as there are parts.
             scale = self.times("gradient") * self.parts
-            gradients = {}
+            gradients: Row = {}
             for prefix, norm in (("grad_output_", 4.0), ("grad_input_", 6.0)):
                 own = norm * scale * (self.times("node") if prefix == "grad_input_" else 1.0)
                 gradients |= summary(prefix, own / share, numel, sum=own / 2 / self.parts)
@@ -95,14 +95,14 @@ class Side:
             for fqn in ("m.weight", "m.bias"):
                 key = {**at, "parameter_fqn": fqn}
                 times = self.times(f"final {fqn}")
-                own = named(5.0 * times, int(times * 100), [x * times for x in SKETCH])
+                seen = named(5.0 * times, int(times * 100), [x * times for x in SKETCH])
                 self.add(
                     "gradients",
                     **key,
                     point="final",
                     backward_index=0,
                     shape=[4, 4] if fqn == "m.weight" else [4],
-                    **own,
+                    **seen,
                 )
                 shape = [4, 4] if fqn == "m.weight" else [4]
                 moved = [3.0, 4.0, 0.5 * self.times(f"update {fqn}"), 0.0]

@@ -16,7 +16,7 @@ from support.differences import bucket, call, cover, gradient, loss, parameter, 
 
 RUNS = {"baseline": run_of(range(2)), "candidate": run_of(range(2))}
 BOTH = {"ranks": (0, 1)}
-NOTHING = {"rows": {}}
+NOTHING: dict[str, Any] = {"rows": {}}
 
 
 def unseen(

@@ -45,7 +45,7 @@ def test_values_that_several_begin_with_tell_nothing() -> None:
     rows = side({"a": "Linear"}, {"a.w": 7, "a.v": 7, "a.u": 8, "a.ones": 9})
     for row in rows["parameters"]:
         if row["parameter_fqn"] == "a.ones":
-            row["abs_max"] = 1.0  # type: ignore[index]
+            row["abs_max"] = 1.0
     bits = {n.fqn: n.fingerprint for n in names_of(views(rows), "baseline", [0]) if n.is_parameter}
     assert bits == {"a.w": None, "a.v": None, "a.u": 8, "a.ones": None}
 

@@ -87,7 +87,7 @@ def test_rank_that_first_differs_behind_a_reduction_nobody_recorded_inherits(poi
 
 
 def test_rank_with_a_difference_of_its_own_is_not_excused_by_others() -> None:
-    known = {"accumulated": [(0, 0, "w"), (1, 0, "w")], "bucketed": [(0, 0, "w")]}
+    known: dict[str, Any] = {"accumulated": [(0, 0, "w"), (1, 0, "w")], "bucketed": [(0, 0, "w")]}
     rows = (parameter("u", 0), gradient("w", 1, rank=1), parameter("v", 5, "after"))
     assert origins(*rows, untouched={0}, **known) == [0, 1, 2]
     # Where its reduced gradients differ, these are what came from other ranks.

@@ -100,7 +100,7 @@ def test_code_that_agreed_in_earlier_steps_spreads_nothing_now() -> None:
     rows = [call("after", 15, **READS), call("extra", 16)]
     assert others(*rows, is_proven=True) == [0, 1]
     # Unless parameters of it have moved meanwhile: then what it is inside of, and what comes behind, follows.
-    moved = {"lone": WITH_WEIGHTS, "trained": {"extra"}}
+    moved: dict[str, Any] = {"lone": WITH_WEIGHTS, "trained": {"extra"}}
     assert others(*rows, is_proven=True, **moved) == []
 
 

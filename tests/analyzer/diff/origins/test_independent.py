@@ -197,7 +197,7 @@ def test_what_follows_from_something_else_too_is_none_of_the_others() -> None:
         gradient("b", 3),
         parameter("b", 21, "after"),  # it follows from its gradient
     ]
-    known = {"untouched": {0}, "accumulated": [(0, 0, "w"), (0, 0, "b")]}
+    known: dict[str, Any] = {"untouched": {0}, "accumulated": [(0, 0, "w"), (0, 0, "b")]}
     origins, _ = search(*rows, **known)
     counts = [(o.link, o.parameter_fqn, o.other_count) for o in origins if o.parameter_fqn]
     assert counts == [

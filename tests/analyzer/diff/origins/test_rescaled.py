@@ -41,7 +41,7 @@ def step(
     rows: list[Difference] = []
     of_sides = zip(sums(baseline), sums(candidate), strict=True)
     for n, (a, b) in enumerate(of_sides):
-        at = {"backward_index": n}
+        at: dict[str, Any] = {"backward_index": n}
         arrived = change(ADDED[n], [FACTOR * x for x in ADDED[n]])
         rows.append(accumulating(name, start + 10 * n + 1, reads=arrived, **at))
         rows.append(gradient(name, start + 10 * n, writes=change(a, [FACTOR * x for x in b]), **at))
@@ -53,11 +53,14 @@ def place(found: Rescaled | None) -> tuple[Any, ...]:
     return found.parameter_fqn, found.after, found.backward_index, found.side
 
 
-@pytest.mark.parametrize(("side", "times"), [("baseline", 0.5), ("candidate", 4.0)])
+@pytest.mark.parametrize(
+    ("side", "times", "rows"),
+    [("baseline", 0.5, step(baseline=0.5)), ("candidate", 4.0, step(candidate=4.0))],
+)
 def test_side_that_multiplied_its_gradient_is_named_with_the_number(
-    side: str, times: float
+    side: str, times: float, rows: list[Difference]
 ) -> None:
-    found = first_rescaled(step(**{side: times}), FACTOR)
+    found = first_rescaled(rows, FACTOR)
     assert place(found) == ("w", 0, 1, side)
     assert found is not None and found.times == pytest.approx(times)
 

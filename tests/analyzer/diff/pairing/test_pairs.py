@@ -159,10 +159,9 @@ GRADIENTS: list[tuple[str, Row | None, Row | None, tuple[Any, ...] | None]] = [
 
 
 def test_pairs_that_differ_are_told_with_their_relative_error() -> None:
-    sides = [[row[n] for row in GRADIENTS if row[n] is not None] for n in (1, 2)]
-    connection = paired(
-        {"gradients": sides[0], "steps": [{}]}, {"gradients": sides[1], "steps": [{}]}
-    )
+    old = [a for _, a, _, _ in GRADIENTS if a is not None]
+    new = [b for _, _, b, _ in GRADIENTS if b is not None]
+    connection = paired({"gradients": old, "steps": [{}]}, {"gradients": new, "steps": [{}]})
     found = connection.execute(
         "SELECT key_parameter_fqn, only_in, writes_differs, writes_error, exceeds FROM differing_gradients"
     ).fetchall()

@@ -109,7 +109,7 @@ def test_step_that_does_not_pair_in_one_table_is_counted_in_none(tmp_path: Path)
     ]
     others = [{**row, **summary_columns([9.0])} for row in gradients]
     calls = [call(0, 4.0), call(1, 4.0)]
-    paths = {
+    paths: dict[str, Any] = {
         table: tuple(
             [str(add_part(tmp_path / side, table, rows))]
             for side, rows in zip("ab", both, strict=True)

@@ -23,13 +23,17 @@ from gradtrace_analyzer.diff.scope.stages import Stages
 from gradtrace_analyzer.runs.parts import DamagedPart, Part
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import Counts
-from support.differences import cover, run_of, views
+from support.differences import Rows, cover, run_of, views
 
 STEPS = {"both": {0: [0, 1], 1: [0, 1]}, "baseline": {}, "candidate": {1: [2]}}
 
 
 def covered(a: Run, b: Run, ranks: tuple[int, ...] = (0, 1), **more: Any) -> Cover:
-    given = {"steps": STEPS, "rows": {}, "unread": {"baseline": (), "candidate": ()}} | more
+    given: dict[str, Any] = {
+        "steps": STEPS,
+        "rows": {},
+        "unread": {"baseline": (), "candidate": ()},
+    } | more
     return cover_of({"baseline": a, "candidate": b}, ranks, **given)
 
 
@@ -47,7 +51,7 @@ def test_ranks_that_nobody_asked_for_are_not_missed() -> None:
 
 
 def test_ranks_that_both_sides_were_told_to_leave_out_are_missed_by_nobody() -> None:
-    recorded = {"settings": {"ranks": [0, 1]}, "world_size": 4}
+    recorded: dict[str, Any] = {"settings": {"ranks": [0, 1]}, "world_size": 4}
     a, b = (run_of(range(2), **recorded) for _ in range(2))
     assert covered(a, b).missing_ranks == {"baseline": (), "candidate": ()}
     other = run_of(range(2), world_size=4, settings={"ranks": [0, 1, 2]})
@@ -195,7 +199,7 @@ def test_problems_are_told_with_their_rank() -> None:
 
 
 def test_rank_that_did_not_close_ends_with_the_last_step_of_any_of_its_rows() -> None:
-    rows = {
+    rows: Rows = {
         "parameters": [{"root": 0, "parameter_fqn": "w", "point": "before", "step": s} for s in (0, 1)],
         "backward_passes": [{"backward_index": 0, "kind": "backward", "step": 2}],
         "module_calls": [{"root": 0, "module_fqn": "", "phase": "forward", "step": 9, "rank": 1}],

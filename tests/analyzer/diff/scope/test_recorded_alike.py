@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from gradtrace_analyzer.diff.scope.configuration import recorded_alike
 from gradtrace_analyzer.runs.run import Run
 from support.differences import run_of
 
-NATIVE = {"observer": {"kind": "native"}}
+NATIVE: dict[str, Any] = {"observer": {"kind": "native"}}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from gradtrace_analyzer.diff.links import LINK_TABLES
 from gradtrace_analyzer.diff.scope.selection import CHOOSABLE, BadChoice, Chosen, chosen
-from support.differences import views
+from support.differences import Rows, views
 
 
 def test_nothing_said_is_everything() -> None:
@@ -85,7 +85,7 @@ def test_links_without_rows_of_their_own_cannot_be_chosen() -> None:
 
 PARAMETER = {"root": 0, "point": "before"}
 GRADIENT = {"root": 0, "backward_index": 0}
-ROWS = {
+ROWS: Rows = {
     "parameters": [
         {**PARAMETER, "parameter_fqn": "blocks.1.weight"},
         {**PARAMETER, "parameter_fqn": "blocks.1.weight", "point": "after"},

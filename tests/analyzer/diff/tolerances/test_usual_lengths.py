@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import duckdb
 import pytest
@@ -11,7 +12,7 @@ from gradtrace_analyzer.diff.tolerances.lengths import find_steady, write_usual
 from support.differences import Row, Rows, paired, sides
 
 
-def node(index: int, gain: float, *, step: int = 0, **more: object) -> tuple[Row, Row]:
+def node(index: int, gain: float, *, step: int = 0, **more: Any) -> tuple[Row, Row]:
     """A Node that hands on `1 + gain` times as much as in the baseline, of what arrives alike."""
     came = sides(0.0, "grad_output_", lanes=4)
     gave = sides(1e-3, "grad_input_", times=1 + gain, lanes=4)
@@ -75,7 +76,7 @@ def test_nothing_is_usual_of_a_few_or_of_those_that_show_no_noise() -> None:
     assert usual(pairs([*(node(n, 1e-3) for n in range(5)), *exact])) == {}
 
 
-def steady(*gains: float, others: Sequence[tuple[Row, Row]] = (), **more: object) -> list[int]:
+def steady(*gains: float, others: Sequence[tuple[Row, Row]] = (), **more: Any) -> list[int]:
     """The steps in which one Node is told by its length, which it changes by these in as many steps."""
     nodes = [node(0, gain, step=step, **more) for step, gain in enumerate(gains)]
     connection = pairs([*nodes, *others])
@@ -110,7 +111,7 @@ def test_factor_that_does_not_come_back_each_time_is_rounding(gains: list[float]
 
 
 def test_constant_that_was_rounded_to_the_rows_dtype_is_legal() -> None:
-    coarse = {"grad_input_dtype": "bfloat16"}  # 2^-8: twice that is 0.0078
+    coarse: dict[str, Any] = {"grad_input_dtype": "bfloat16"}  # 2^-8: twice that is 0.0078
     assert steady(*[0.007] * 4, **coarse) == []
     assert steady(*[0.009] * 4, **coarse) == [0, 1, 2, 3]
 
