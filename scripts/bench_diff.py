@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from support.large import Change, Sizes, build_large
+from support.synthetic_runs.large import Change, Sizes, build_large
 
 CORES = 2
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.native import NOWHERE, build, build_or_skip
+from support.environment.native_observer import NOWHERE, build, build_or_skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -20,7 +20,7 @@ from gradtrace_recorder import naming
 from gradtrace_recorder.attribution import Attribution
 from gradtrace_recorder.observers.native.build import library
 from gradtrace_recorder.summaries.summariser import Summariser
-from support.recorded import rank_of, recording, rows
+from support.recordings.in_process import rank_of, recording, rows
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from support.ahead import Ahead, chosen_items, parameters_of
-from support.commands import asked, told
-from support.launcher import run_job
+from support.answers.commands import asked, told
+from support.launching.jobs_ahead import Ahead, chosen_items, parameters_of
+from support.launching.launcher import run_job
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
 
@@ -84,7 +84,7 @@ def script(number: int) -> Path:
 
 
 # Torch 2.13, now and then as an interpreter ends that used gloo, recorded or not, when all is printed: see
-# `support.launcher.end_process_group`. The scripts are kept as they are, so the job is run again.
+# `support.launching.launcher.end_process_group`. The scripts are kept as they are, so the job is run again.
 TORCH_ABORTS = "terminate called without an active exception"
 
 

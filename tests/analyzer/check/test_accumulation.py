@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.replicated import checked, violation
-from support.synthetic import summary_columns
+from support.synthetic_runs.builder import summary_columns
+from support.synthetic_runs.data_parallel import checked, violation
 
 NAMES = ("a.weight", "a.bias")
 

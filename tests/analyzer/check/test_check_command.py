@@ -7,8 +7,8 @@ from click.testing import CliRunner, Result
 
 from gradtrace_analyzer.check.law import Law
 from gradtrace_analyzer.cli import analyzer
-from support.replicated import Array, Job, Rows, checked, edit
-from support.synthetic import build_run
+from support.synthetic_runs.builder import build_run
+from support.synthetic_runs.data_parallel import Array, Job, Rows, checked, edit
 
 
 def told(folder: Path, rows: Rows, *options: str, ranks: int = 2) -> Result:

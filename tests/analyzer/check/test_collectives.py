@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from support.replicated import Job, Rows, checked, edit, laws, matching, remove, violation
+from support.synthetic_runs.data_parallel import (
+    Job,
+    Rows,
+    checked,
+    edit,
+    laws,
+    matching,
+    remove,
+    violation,
+)
 
 
 def one_pass_less(rows: Rows, step: int) -> Rows:

@@ -2,7 +2,15 @@
 
 from pathlib import Path
 
-from support.replicated import Job, checked, edit, laws, matching, remove, violation
+from support.synthetic_runs.data_parallel import (
+    Job,
+    checked,
+    edit,
+    laws,
+    matching,
+    remove,
+    violation,
+)
 
 
 def test_equal_parameters_break_nothing(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from support.replicated import Job, Rows, checked, edit, laws
+from support.synthetic_runs.data_parallel import Job, Rows, checked, edit, laws
 
 NAN, INF = {"nan_count": 2}, {"inf_count": 3}
 

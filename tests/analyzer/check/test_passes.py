@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from support.replicated import Job, Rows, checked, edit, laws, matching, remove, violation
+from support.synthetic_runs.data_parallel import (
+    Job,
+    Rows,
+    checked,
+    edit,
+    laws,
+    matching,
+    remove,
+    violation,
+)
 
 
 def first(rows: Rows, table: str, **where: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.replicated import Array, Job, Rows, checked, edit, laws, violation
+from support.synthetic_runs.data_parallel import Array, Job, Rows, checked, edit, laws, violation
 
 MINE = "__main__.my_hook"
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from support.replicated import Job, checked, edit, laws, matching, violation
+from support.synthetic_runs.data_parallel import Job, checked, edit, laws, matching, violation
 
 
 def test_node_that_disagrees_on_one_rank_alone_points_to_its_device(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.replicated import Rows, checked
-from support.synthetic import summary_columns
-from support.timed import timing
+from support.synthetic_runs.bucket_times import timing
+from support.synthetic_runs.builder import summary_columns
+from support.synthetic_runs.data_parallel import Rows, checked
 
 MICROBATCHES, STEPS = 3, 2
 

@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 from gradtrace_analyzer.cli import analyzer
 from gradtrace_analyzer.timing.series import Place, RunSeries, Samples
 from gradtrace_analyzer.timing.slower import Compared, compared_times
-from support.staged import USUAL, StagedJob
-from support.synthetic import build_run
-from support.timed import MS, TimedJob
+from support.synthetic_runs.bucket_times import MS, TimedJob
+from support.synthetic_runs.builder import build_run
+from support.synthetic_runs.stage_times import USUAL, StagedJob
 
 
 def diff(*arguments: object) -> Result:

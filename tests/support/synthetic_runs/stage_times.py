@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.timed import MS, Rows, TimedJob
+from support.synthetic_runs.bucket_times import MS, Rows, TimedJob
 
 USUAL = {"forward": 2.0, "backward_full": 6.0, "backward_input": 3.0, "backward_weight": 3.0}
 Took = Callable[[int, int, str, int], float]

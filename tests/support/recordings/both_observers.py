@@ -13,7 +13,7 @@ import pytest
 from gradtrace_analyzer.runs.run import open_run
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas import TABLES
-from support.recorded import recording
+from support.recordings.in_process import recording
 
 # What counts on in one process, or says where code lies. Clocks are left out by their unit.
 _APART = {"thread", "traceback"}

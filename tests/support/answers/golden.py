@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 
 
 def must_be_golden(name: str, out: str, err: str, code: int) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from click.testing import CliRunner
 
 from gradtrace_analyzer.cli import analyzer
-from support.synthetic import build_run, summary_columns
+from support.synthetic_runs.builder import build_run, summary_columns
 
 Array = npt.NDArray[Any]
 Reduce = Callable[[int, list[Array]], Sequence[Array]]

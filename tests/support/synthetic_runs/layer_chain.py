@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from gradtrace_schemas.summary import reference_summary
 from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
-from support.synthetic import build_run, summary_columns
+from support.synthetic_runs.builder import build_run, summary_columns
 
 Array = npt.NDArray[np.float32]
 Place = tuple[int, str]  # step, module

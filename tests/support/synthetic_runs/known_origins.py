@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from support.synthetic import summary_columns
+from support.synthetic_runs.builder import summary_columns
 
 Array = npt.NDArray[np.float32]
 Rows = dict[str, list[dict[str, Any]]]

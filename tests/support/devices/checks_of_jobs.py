@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from support.gpt2 import Training
-from support.gpu_place import LeftOut, Place, waiting_forbidden
-from support.recorded import rows
+from support.devices.checked_device import LeftOut, Place, waiting_forbidden
+from support.models.gpt2 import Training
+from support.recordings.in_process import rows
 
 
 def _small(place: Place) -> Training:
@@ -267,7 +267,7 @@ import os, signal, sys, time
 sys.path[:0] = {paths!r}
 if {cpu}:
     from gradtrace_recorder.summaries.device.backends import BACKENDS
-    from support.host_device import InlineBackend
+    from support.devices.host_device import InlineBackend
     BACKENDS["cpu"] = InlineBackend()
 import torch, gradtrace_recorder
 gradtrace_recorder.start({run!r}, strict=True)

@@ -20,7 +20,7 @@ from gradtrace_recorder.summaries.device.ring import Ring
 from gradtrace_recorder.summaries.device.rows import TORN, as_summaries
 from gradtrace_recorder.summaries.torch_ops import TorchSummary
 from gradtrace_schemas.summary import CHUNK, STATE_FULL, reference_summary
-from support.gpu_place import FLOATS, Place
+from support.devices.checked_device import FLOATS, Place
 
 
 def check_entering(place: Place) -> str:

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from gradtrace_analyzer.cli import analyzer
 from gradtrace_schemas import layout
-from support.synthetic import build_run
+from support.synthetic_runs.builder import build_run
 
 MS = 1_000_000
 PARAMETERS = (

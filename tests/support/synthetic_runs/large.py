@@ -31,7 +31,7 @@ from gradtrace_schemas.journal import (
     record_dtype,
 )
 from gradtrace_schemas.summary import STATE_FULL
-from support.synthetic import facts_of, write_json
+from support.synthetic_runs.builder import facts_of, write_json
 
 Change = Literal["nothing", "one event", "noise", "bug"]
 Records = npt.NDArray[Any]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from support.recorded import recording, rows
-from support.watched import Watch, equal_bits
+from support.recordings.in_process import recording, rows
+from support.recordings.known_modules import Watch, equal_bits
 
 Job = Callable[[Any, Any], Any]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 CACHE = Path(
-    os.environ.get("GRADTRACE_TEST_CACHE") or Path(__file__).resolve().parents[2] / ".native-cache"
+    os.environ.get("GRADTRACE_TEST_CACHE") or Path(__file__).resolve().parents[3] / ".native-cache"
 )
 # A folder that is never made: what a user has built changes no test.
 NOWHERE = CACHE / "none"

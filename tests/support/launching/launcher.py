@@ -32,7 +32,7 @@ import pytest
 
 P = ParamSpec("P")
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 MARK = "LAUNCHER_JOB"
 TAIL_LINES = 60
 
@@ -261,7 +261,7 @@ def _run_forked(
     command: Sequence[str], count: int, extra: Mapping[str, str], timeout: float
 ) -> JobResult:
     # Not above: as a rank's script this file finds its own folder alone.
-    from support.forked import FORKED_JOBS
+    from support.launching.forked_ranks import FORKED_JOBS
 
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         began = time.monotonic()
@@ -355,6 +355,6 @@ def _tails(stdout: str, stderr: str) -> str:
 if __name__ == "__main__":
     # As a script this file is called __main__: what is pickled must come from the module's own name.
     sys.path[0] = str(TESTS)
-    from support.launcher import run_body as run_body_of_module
+    from support.launching.launcher import run_body as run_body_of_module
 
     run_body_of_module(Path(sys.argv[1]))

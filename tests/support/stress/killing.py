@@ -29,7 +29,7 @@ from gradtrace_schemas import ALL_TABLES
 from gradtrace_schemas.nodes import NODE_EVENTS
 from gradtrace_schemas.table import Table
 
-NURSERY = Path(__file__).resolve().parent / "jobs" / "nursery.py"
+NURSERY = Path(__file__).resolve().parents[1] / "jobs" / "nursery.py"
 MODELS = ("lists", "gpt", "cnn", "rnn", "ddp")
 WAYS: tuple[signal.Signals | None, ...] = (
     signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, None,
