@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import functools
 import io
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ import pytest
 from support.answers.commands import asked, told
 from support.launching.counted_reruns import Reruns, reruns_of
 from support.launching.jobs_ahead import Ahead, chosen_items, parameters_of
-from support.launching.launcher import run_job
+from support.launching.launcher import RESTING_AT_EXIT, run_job
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
 
@@ -85,15 +86,16 @@ def script(number: int) -> Path:
 
 
 # Torch 2.13, now and then as an interpreter ends that used gloo, recorded or not, when all is printed: see
-# `support.launching.launcher.end_process_group`. The scripts are kept as they are, so the job is run again, and that
-# is counted.
+# `support.launching.launcher.end_process_group`. The scripts are kept as they are, so their ranks rest at exit; where
+# that was too short the job is run again, which is counted.
 TORCH_ABORTS = "terminate called without an active exception"
 
 
 def run(number: int, variant: str, recorded: Path | None, reruns: Reruns) -> list[str]:
     """Runs a case; its EVIDENCE and VERDICT lines, sorted, as two ranks may print in any order."""
     ranks = 1 if number in ONE_RANK else 2
-    env = {"VARIANT": variant}
+    paths = (str(RESTING_AT_EXIT), os.environ.get("PYTHONPATH", ""))
+    env = {"VARIANT": variant, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     while True:
         job = run_job(
             script(number), ranks=ranks, recorded=recorded, env=env, timeout=60, buffered=True

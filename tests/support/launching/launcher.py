@@ -33,6 +33,8 @@ import pytest
 P = ParamSpec("P")
 
 TESTS = Path(__file__).resolve().parents[2]
+# A folder for PYTHONPATH: ranks then end as after `end_process_group`, without a word in their script.
+RESTING_AT_EXIT = Path(__file__).resolve().parent / "at_exit"
 MARK = "LAUNCHER_JOB"
 TAIL_LINES = 60
 
