@@ -1,4 +1,4 @@
-"""What waits in an armed process for the first event: three light hooks, and what is put around torch's DDP and pipelines.
+"""What waits in an armed process for the first event: three light hooks, and what stands around DDP and pipelines.
 
 Launchers, data workers and tools import torch too. Until a module is called, the engine is entered, an optimizer steps
 or a pipeline stage acts, only the standard library and torch are loaded; then the session takes the hooks' place, and

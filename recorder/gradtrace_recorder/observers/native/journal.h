@@ -5,9 +5,9 @@
 // the sizes are held against what Python says. The file, its strings and which rows are held stay with
 // gradtrace_recorder/journal.py; a held row is written there too, with this lock.
 //
-// What several threads share lies under one lock, but for Event, which has its own, and what is atomic. No thread waits
-// for the lock while it holds the GIL: it lets go of it first. So whoever holds the lock may wait for the GIL, as Python
-// code that has taken it does where the interpreter changes threads; nothing here does.
+// What several threads share lies under one lock, but for Event, which has its own, and what is atomic. No thread
+// waits for the lock while it holds the GIL: it lets go of it first. So whoever holds the lock may wait for the GIL,
+// as Python code that has taken it does where the interpreter changes threads; nothing here does.
 #pragma once
 
 #include "ring.h"
