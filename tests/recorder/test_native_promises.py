@@ -1,4 +1,4 @@
-"""What docs/native.md promises of memory, interrupts and waiting, beyond the rows."""
+"""What docs/internals/native.md promises of memory, interrupts and waiting, beyond the rows."""
 
 from __future__ import annotations
 
