@@ -16,12 +16,12 @@ from torch import nn
 import gradtrace_recorder
 from gradtrace_analyzer.cli import analyzer
 from gradtrace_analyzer.reports.json_keys import ANSWERS
-from support.json_answers import declared_places, mismatches, seen_places
-from support.recorded import recording
-from support.replicated import Job, edit, remove
-from support.staged import USUAL, StagedJob
-from support.synthetic import build_run
-from support.timed import MS, TimedJob
+from support.answers.json_answers import declared_places, mismatches, seen_places
+from support.recordings.in_process import recording
+from support.synthetic_runs.bucket_times import MS, TimedJob
+from support.synthetic_runs.builder import build_run
+from support.synthetic_runs.data_parallel import Job, edit, remove
+from support.synthetic_runs.stage_times import USUAL, StagedJob
 
 STEPS = 3
 CASES = Path(__file__).resolve().parents[1] / "cases"

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from gradtrace_analyzer.cli import analyzer
-from support.launcher import run_job
+from support.launching.launcher import run_job
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
