@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from gradtrace_analyzer.check.evidence import Evidence
 from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
+from gradtrace_analyzer.numerics.sketches import closest_multiple, is_same_factor
 from gradtrace_analyzer.numerics.tolerance import UNITS, epsilon
 from gradtrace_analyzer.sql.pipelines import stages_of_roots
 from gradtrace_analyzer.words.nouns import listed
@@ -134,12 +135,9 @@ def _left_over(
     added = math.dist(kept, old)
     if not math.isfinite(size) or min(reset, added) <= least:
         return None
-    square = sum(x * x for x in old)
-    if square == 0:
-        return min(reset, added), None
-    factor = sum(k * o for k, o in zip(kept, old, strict=True)) / square
-    rest = math.dist(kept, [factor * o for o in old])
-    return min(reset, added), factor if rest <= 2 * least else None
+    fit = closest_multiple(old, kept)
+    explains = fit is not None and fit.left_over <= 2 * least
+    return min(reset, added), fit.factor if fit is not None and explains else None
 
 
 def _told(evidence: Evidence, found: Sequence[_Changed]) -> Iterator[Violation]:
@@ -208,8 +206,6 @@ def _divided_again(factor: float | None, counts: Set[int]) -> str:
 
 def _how(same: Sequence[_Changed]) -> str:
     first = same[0]
-    if first.factor is not None and all(
-        f.factor is not None and abs(f.factor / first.factor - 1) < 1e-3 for f in same
-    ):
+    if first.factor is not None and all(is_same_factor(f.factor, first.factor) for f in same):
         return f"multiplied by {first.factor:.4g}"
     return f"changed (of {first.parameter_fqn}, {first.share:.1%} of its norm is neither what it held nor what arrived)"

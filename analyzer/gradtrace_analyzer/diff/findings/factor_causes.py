@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import duckdb
 
 from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.numerics.sketches import SAME_FACTOR, is_same_factor
 from gradtrace_analyzer.runs.run import Run
 
-# Factors are known from sketches; counts this close to one explain it.
-_CLOSE = 1e-3
 _SIDES = ("baseline", "candidate")
 
 
@@ -30,7 +29,12 @@ def likely_causes(
     """What of the recorded counts equals the factor of an origin, most likely first; empty where it has none."""
     factor = origin.factor
     # Between stages nothing is divided.
-    if factor is None or abs(factor - 1) < 10 * _CLOSE or origin.code or origin.link == "stage":
+    if (
+        factor is None
+        or abs(factor - 1) < 10 * SAME_FACTOR
+        or origin.code
+        or origin.link == "stage"
+    ):
         return []
     counts = list(_counts(connection, runs, origin))
     return explained(abs(factor), counts)
@@ -42,7 +46,7 @@ def explained(factor: float, counts: list[Count]) -> list[str]:
     for c in counts:
         if c.baseline != c.candidate and c.baseline and c.candidate:
             for ratio in (c.baseline / c.candidate, c.candidate / c.baseline):
-                if _is(factor, ratio):
+                if is_same_factor(factor, ratio):
                     found.append(
                         f"{_fraction(factor)}: {c.what} {_verb(c.what)} {c.baseline:,.10g} in the baseline and "
                         f"{c.candidate:,.10g} in the candidate"
@@ -54,7 +58,7 @@ def explained(factor: float, counts: list[Count]) -> list[str]:
                 (c.baseline, "no longer divided by"),
                 (1 / c.baseline, "divided by"),
             ):
-                if _is(factor, times):
+                if is_same_factor(factor, times):
                     found.append(
                         f"{_fraction(factor)}: {c.what} {_verb(c.what)} {c.baseline:,.10g} on both sides; is it "
                         f"{how} that in the candidate, or once {'less' if times > 1 else 'more'} than in the baseline?"
@@ -62,7 +66,7 @@ def explained(factor: float, counts: list[Count]) -> list[str]:
                     break
     if not found:
         power = round(factor).bit_length() - 1
-        if power >= 8 and _is(factor, 2.0**power):
+        if power >= 8 and is_same_factor(factor, 2.0**power):
             found.append(f"{2**power:,} = 2^{power}: a loss scale that was not taken out again?")
     return found
 
@@ -110,10 +114,6 @@ def _product(sizes: list[int]) -> int:
     return total
 
 
-def _is(a: float, b: float) -> bool:
-    return abs(a / b - 1) < _CLOSE
-
-
 def _verb(what: str) -> str:
     return "are" if what.startswith(("the rows", "the elements", "the tokens")) else "is"
 
@@ -122,6 +122,6 @@ def _fraction(factor: float) -> str:
     """`0.5 = 1/2`, `4`, `0.6 = 3/5`."""
     for below in range(1, 65):
         above = round(factor * below)
-        if above and _is(factor, above / below):
+        if above and is_same_factor(factor, above / below):
             return f"{factor:.4g}" if below == 1 else f"{factor:.4g} = {above}/{below}"
     return f"{factor:.4g}"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.diff.difference import Change
+from gradtrace_analyzer.diff.difference import LARGEST_FACTOR
+from gradtrace_analyzer.numerics.sketches import factor_between
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def repeated(connection: duckdb.DuckDBPyConnection, step: int) -> list[Repeated]
         for rank, index, before, name, root, module, call, is_equal, old, new in pairs:
             if is_equal or (side, rank, index) in found:
                 continue
-            times = Change(True, None, 0.0, {"sketch": old}, {"sketch": new}).factor
+            times = factor_between(old, new, most=LARGEST_FACTOR)
             equal = len({p[3:7] for p in pairs if p[:2] == (rank, index) and p[7]})
             if times is not None and equal:
                 place = (before, index, name, root, module, call)

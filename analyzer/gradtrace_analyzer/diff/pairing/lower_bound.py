@@ -22,6 +22,7 @@ from gradtrace_analyzer.numerics.arrays import (
     sketches_of,
     values_of,
 )
+from gradtrace_analyzer.numerics.sketches import distances
 from gradtrace_analyzer.numerics.tolerance import DECISIVE, Least, roundoff
 
 Flags = npt.NDArray[np.bool_]
@@ -230,8 +231,7 @@ def _parameters(
     update = np.zeros(len(order))
     for side in one.sides:
         lanes, _ = sketches_of(side.rows, f"{side.prefix}sketch")
-        moved_by = np.linalg.norm(lanes.astype(np.float64) - lanes[before], axis=1)
-        update = np.maximum(update, np.where(paired, moved_by, 0.0))
+        update = np.maximum(update, np.where(paired, distances(lanes, lanes[before]), 0.0))
     share = _share_of_update(rows, least, known)
     allowed = least.scale * (_ROUNDED * units * one.larger + share * update)
     after = is_after & ~(added <= allowed)
