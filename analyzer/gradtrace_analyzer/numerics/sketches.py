@@ -55,6 +55,12 @@ def relative_error(
     return float(max(abs(a["norm"] - b["norm"]), abs(a["sum"] - b["sum"])) / larger)
 
 
+def relative_error_sql(a: str, b: str) -> str:
+    """A call of the macro `relative_error` for two summaries whose columns begin with `a` and `b`: `b.output_`."""
+    statistics = ("norm", "sketch", "nan_count", "inf_count")
+    return f"relative_error({', '.join(f'{side}{s}' for s in statistics for side in (a, b))})"
+
+
 def relative_errors(
     sides: Sequence[Side], where: npt.NDArray[np.bool_]
 ) -> tuple[Array, npt.NDArray[np.bool_]]:

@@ -35,7 +35,7 @@ import numpy.typing as npt
 CONFIDENCE = 3.0
 
 # Unit roundoff: half of the distance from 1 to the next number.
-_ROUNDOFF = {
+ROUNDOFF = {
     "float64": 2.0**-53,
     "complex128": 2.0**-53,
     "float32": 2.0**-24,
@@ -72,12 +72,12 @@ def roundoff(dtype: str | None) -> float:
     """Unit roundoff of a dtype; 0 for one whose values are exact."""
     if dtype is None:
         return 0.0
-    return _ROUNDOFF.get(dtype, 2.0**-3 if dtype.startswith("float8") else 0.0)
+    return ROUNDOFF.get(dtype, 2.0**-3 if dtype.startswith("float8") else 0.0)
 
 
 def roundoff_sql(dtype: str) -> str:
     """The same as a SQL expression over a column."""
-    cases = " ".join(f"WHEN '{name}' THEN {unit!r}::DOUBLE" for name, unit in _ROUNDOFF.items())
+    cases = " ".join(f"WHEN '{name}' THEN {unit!r}::DOUBLE" for name, unit in ROUNDOFF.items())
     return f"(CASE {dtype} {cases} ELSE CASE WHEN {dtype} LIKE 'float8%' THEN {2.0**-3!r}::DOUBLE ELSE 0 END END)"
 
 

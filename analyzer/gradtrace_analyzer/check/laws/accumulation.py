@@ -17,30 +17,20 @@ from gradtrace_analyzer.numerics.tolerance import UNITS, epsilon
 from gradtrace_analyzer.sql.pipelines import stages_of_roots
 from gradtrace_analyzer.words.nouns import listed
 from gradtrace_analyzer.words.numbers import counted, ranks_phrase
-from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
 
 # The norm of what is left over that counts as a change: far beyond rounding, which the sketches' own adds to.
 _LEAST = 1e-4
 
 
-def _folded(column: str) -> str:
-    """A sketch on as many lanes as those of Nodes have."""
-    lanes = [
-        " + ".join(f"{column}[{k}]" for k in range(lane + 1, SKETCH_LANES + 1, NODE_SKETCH_LANES))
-        for lane in range(NODE_SKETCH_LANES)
-    ]
-    return f"[{', '.join(lanes)}]"
-
-
 # A parameter's `.grad` after each accumulation, with what it held before (null where that is not known) and what came.
-_ACCUMULATED = f"""
+_ACCUMULATED = """
 WITH held AS (
-    SELECT *, lag({_folded("sketch")}) OVER before AS old, lag(numel) OVER before AS old_numel,
+    SELECT *, lag(on_node_lanes(sketch)) OVER before AS old, lag(numel) OVER before AS old_numel,
         lag(backward_index) OVER before AS old_backward_index, lag(point) OVER before AS old_point
     FROM gradients WHERE point IN ('carried', 'local', 'reduced')
     WINDOW before AS (PARTITION BY rank, step, root, parameter_fqn ORDER BY record_index))
 SELECT h.rank, h.step, h.backward_index, h.microbatch, h.root, h.parameter_fqn, h.dtype, h.norm, h.record_index,
-    h.old_backward_index, h.old_point, h.old, n.grad_output_sketch AS came, {_folded("h.sketch")} AS new,
+    h.old_backward_index, h.old_point, h.old, n.grad_output_sketch AS came, on_node_lanes(h.sketch) AS new,
     h.fingerprint IS NOT DISTINCT FROM n.grad_output_fingerprint AS is_alone
 FROM held h JOIN node_events n ON n.rank = h.rank AND n.step = h.step AND n.backward_index = h.backward_index
     AND n.root = h.root AND n.parameter_fqn = h.parameter_fqn AND n.outcome = 'ok'

@@ -14,6 +14,7 @@ import duckdb
 
 from gradtrace_analyzer.diff.links import SIDES
 from gradtrace_analyzer.diff.pairing.pairs import opened_places, within
+from gradtrace_analyzer.numerics.sketches import relative_error_sql
 
 # Nodes that exist to convert between dtypes, which is what mixed precision is.
 _CASTS = "('ToCopyBackward0')"
@@ -88,12 +89,9 @@ def unscale(connection: duckdb.DuckDBPyConnection) -> list[Scaled]:
                 f"[(x / f.factor)::FLOAT FOR x IN d.{c}sketch] FROM scaling f "
                 f"WHERE f.rank = d.rank AND f.step = d.step{points}"
             )
-            a, b = f"d.{role}_b_", f"d.{c}"
-            larger = f"greatest({a}norm, {b}norm)"
             connection.execute(
-                f"UPDATE differing_{table} d SET {role}_error = CASE WHEN {larger} = 0 THEN 0 "
-                f"WHEN len({a}sketch) = len({b}sketch) THEN list_distance({a}sketch::DOUBLE[], {b}sketch::DOUBLE[]) "
-                f"/ {larger} ELSE abs({a}norm - {b}norm) / {larger} END FROM scaling f WHERE f.rank = d.rank "
+                f"UPDATE differing_{table} d SET {role}_error = {relative_error_sql(f'd.{role}_b_', f'd.{c}')} "
+                "FROM scaling f WHERE f.rank = d.rank "
                 f"AND f.step = d.step AND d.{role}_error IS NOT NULL{points}"
             )
         errors = ", ".join(f"CASE WHEN {role}_differs THEN {role}_error END" for role in roles)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import duckdb
 
 from gradtrace_analyzer.diff.links import LINK_TABLES, SIDES, STATISTICS, LinkTable
+from gradtrace_analyzer.numerics.sketches import relative_error_sql
 
 # Tables that have rows of every step that anything was recorded of.
 _OF_EVERY_STEP = (
@@ -144,11 +145,13 @@ def differing(
     for role, p in table.sides:
         columns += [
             f"{_summary_differs(p, is_alike)} AS {role}_differs",
-            f"{_relative_error(p)} AS {role}_error",
+            f"{relative_error_sql(f'b.{p}', f'c.{p}')} AS {role}_error",
             *(f"b.{p}{s} AS {role}_b_{s}, c.{p}{s} AS {role}_c_{s}" for s in STATISTICS),
         ]
         differs.append(_summary_differs(p, is_alike))
-        errors.append(f"CASE WHEN {_summary_differs(p, is_alike)} THEN {_relative_error(p)} END")
+        errors.append(
+            f"CASE WHEN {_summary_differs(p, is_alike)} THEN {relative_error_sql(f'b.{p}', f'c.{p}')} END"
+        )
     for value in table.values:
         columns.append(f"b.{value} AS value_b_{value}, c.{value} AS value_c_{value}")
         # A pass has no `ddp_sync` without DDP, and in runs of schema 1: that is no difference.
@@ -240,14 +243,3 @@ def _apart(p: str, statistic: str, is_alike: bool) -> str:
     distance = f"abs(b.{p}{statistic} - c.{p}{statistic})"
     near = f"{distance} <= ({share}) * greatest(b.{p}norm, c.{p}norm)"
     return f"({unequal} AND NOT coalesce({near}, false))"
-
-
-def _relative_error(p: str) -> str:
-    larger = f"greatest(b.{p}norm, c.{p}norm)"
-    return (
-        f"(CASE WHEN b.{p}nan_count <> c.{p}nan_count OR b.{p}inf_count <> c.{p}inf_count THEN NULL "
-        f"WHEN {larger} = 0 THEN 0 "
-        f"WHEN len(b.{p}sketch) = len(c.{p}sketch) THEN "
-        f"list_distance(b.{p}sketch::DOUBLE[], c.{p}sketch::DOUBLE[]) / {larger} "
-        f"ELSE abs(b.{p}norm - c.{p}norm) / {larger} END)"
-    )

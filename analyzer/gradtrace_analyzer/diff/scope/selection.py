@@ -92,7 +92,7 @@ class Chosen:
 
     def _modules(self, table: LinkTable, prefix: str) -> str:
         if table.table in _POINTS:
-            module = f"regexp_replace({prefix}parameter_fqn, '[.]?[^.]*$', '')"
+            module = f"owner_of({prefix}parameter_fqn)"
         elif table.table in ("module_calls", "node_events"):
             module = f"{prefix}module_fqn"
         else:

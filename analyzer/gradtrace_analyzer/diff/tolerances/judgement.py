@@ -34,7 +34,6 @@ from gradtrace_analyzer.numerics.tolerance import (
     Least,
     Rule,
     roundoff,
-    roundoff_sql,
 )
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
@@ -182,7 +181,7 @@ class Judgement:
         """(layers, the longest sum), of the first step."""
         row = self._connection.execute(
             "WITH owners AS (SELECT DISTINCT root, parameter_fqn, "
-            "regexp_replace(parameter_fqn, '\\.?[^.]*$', '') AS owner, numel, shape FROM baseline.parameters "
+            "owner_of(parameter_fqn) AS owner, numel, shape FROM baseline.parameters "
             "WHERE kind = 'parameter' AND point = 'before' "
             f"AND step = {self._first_step}) "
             "SELECT (SELECT count(DISTINCT (root, owner)) FROM owners), "
@@ -209,8 +208,8 @@ class Judgement:
     def _rounding(self) -> None:
         """`rounding`: what the rule allows from a place of a rank's step on, by the arithmetic used so far."""
         parts = [
-            f"SELECT rank, step, place, greatest({roundoff_sql(f'{role}_b_dtype')}, "
-            f"{roundoff_sql(f'{role}_c_dtype')}) AS unit FROM differing_{table.table} WHERE {role}_differs"
+            f"SELECT rank, step, place, greatest(roundoff({role}_b_dtype), "
+            f"roundoff({role}_c_dtype)) AS unit FROM differing_{table.table} WHERE {role}_differs"
             for table in LINK_TABLES
             if table.table
             in ("inputs", "module_calls", "node_events", "gradients", "buckets", "stage_events")
@@ -218,8 +217,8 @@ class Judgement:
         ]
         # A module may compute in a format that neither comes in nor goes out: its Nodes' gradients are in it.
         parts.append(
-            f"SELECT m.rank, m.step, m.place, greatest({roundoff_sql('n.writes_b_dtype')}, "
-            f"{roundoff_sql('n.writes_c_dtype')}) AS unit FROM differing_module_calls m JOIN differing_node_events n "
+            "SELECT m.rank, m.step, m.place, greatest(roundoff(n.writes_b_dtype), "
+            "roundoff(n.writes_c_dtype)) AS unit FROM differing_module_calls m JOIN differing_node_events n "
             "ON n.rank = m.rank AND n.step = m.step AND n.key_root = m.key_root "
             "AND n.key_module_fqn = m.key_module_fqn AND n.key_call_index = m.key_call_index "
             "AND n.key_microbatch = m.key_microbatch "
@@ -270,7 +269,7 @@ class Judgement:
         )
         self._connection.execute(
             "CREATE OR REPLACE TEMP TABLE growth AS WITH modules AS ("
-            "SELECT rank, step, key_root, regexp_replace(key_parameter_fqn, '\\.?[^.]*$', '') AS owner, "
+            "SELECT rank, step, key_root, owner_of(key_parameter_fqn) AS owner, "
             "sqrt(sum((writes_error * greatest(writes_b_norm, writes_c_norm)) ** 2) "
             "/ nullif(sum(greatest(writes_b_norm, writes_c_norm) ** 2), 0)) AS change "
             "FROM differing_parameters d WHERE key_point = 'before' AND only_in IS NULL AND NOT EXISTS "
@@ -320,10 +319,9 @@ class Judgement:
         )
         cancelled = {role: "1" for role, _ in table.sides}
         if table.table in ("gradients", "node_events"):
-            owner = "regexp_replace(d.key_parameter_fqn, '\\.?[^.]*$', '')"
             joins += (
                 " LEFT JOIN arriving a ON a.rank = d.rank AND a.step = d.step AND a.root IS NOT DISTINCT FROM "
-                f"d.key_root AND a.module_fqn = {owner} LEFT JOIN shapes s ON s.root = d.key_root "
+                "d.key_root AND a.module_fqn = owner_of(d.key_parameter_fqn) LEFT JOIN shapes s ON s.root = d.key_root "
                 "AND s.parameter_fqn = d.key_parameter_fqn LEFT JOIN (SELECT rank, step, max(norm) AS norm "
                 "FROM arriving GROUP BY ALL) l ON l.rank = d.rank AND l.step = d.step"
             )

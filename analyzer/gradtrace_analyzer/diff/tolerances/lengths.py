@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import duckdb
 
-from gradtrace_analyzer.numerics.tolerance import roundoff_sql
-
 # How many times the lengthening that is usual in a step one Node, or module, may show. (In sound runs of six small
 # models in five arithmetics the largest Node's was 13 times that of the others, in bfloat16, and less than the rule
 # allows alone; the largest module's 38 times their median, in bfloat16 too, and less than the rule allows.)
@@ -62,7 +60,7 @@ def write_usual(connection: duckdb.DuckDBPyConnection) -> None:
 def find_steady(connection: duckdb.DuckDBPyConnection) -> None:
     """Mark Nodes that lengthen by the same factor time after time as beyond their tolerance, `told_by` that."""
     place = "key_root, key_module_fqn, key_call_index, key_node_name, key_occurrence"
-    unit = f"greatest({roundoff_sql('writes_b_dtype')}, {roundoff_sql('writes_c_dtype')})"
+    unit = "greatest(roundoff(writes_b_dtype), roundoff(writes_c_dtype))"
     connection.execute(
         f"CREATE OR REPLACE TEMP TABLE steady AS WITH gains AS (SELECT rowid AS id, rank, step, place, {place}, "
         f"{_SIGNED} AS gain, greatest({_LEAST}, {_UNITS} * {unit}) AS least, "

@@ -14,7 +14,6 @@ from gradtrace_analyzer.numerics.tolerance import (
     UNJUDGED,
     UPDATED,
     Rule,
-    roundoff_sql,
 )
 
 # By how much more than the other parameters a statistic of the last steps may differ.
@@ -32,10 +31,10 @@ def judge_updates(connection: duckdb.DuckDBPyConnection, scale: float) -> None:
     """
     places = opened_places(connection)
     change = "d.writes_error * greatest(d.writes_b_norm, d.writes_c_norm)"
-    ulp = f"8 * greatest({roundoff_sql('d.writes_b_dtype')}, {roundoff_sql('d.writes_c_dtype')})"
+    ulp = "8 * greatest(roundoff(d.writes_b_dtype), roundoff(d.writes_c_dtype))"
     size = "greatest(d.writes_b_norm, d.writes_c_norm)"
     updates = " UNION ALL ".join(
-        "SELECT b.rank, b.step, b.root, b.parameter_fqn, list_distance(b.sketch::DOUBLE[], a.sketch::DOUBLE[]) "
+        "SELECT b.rank, b.step, b.root, b.parameter_fqn, sketch_distance(b.sketch, a.sketch) "
         f"AS size FROM {side}.parameters b JOIN {side}.parameters a USING (rank, step, root, parameter_fqn) "
         "SEMI JOIN opened USING (rank, step) WHERE b.point = 'before' AND a.point = 'after' "
         f"AND len(a.sketch) = len(b.sketch) AND {within(places, 'a')} AND {within(places, 'b')}"
@@ -93,7 +92,7 @@ def judge_given(
     """
     once = (
         "CASE WHEN writes_b_dtype <> writes_c_dtype THEN 1.01 * greatest("
-        f"{roundoff_sql('writes_b_dtype')}, {roundoff_sql('writes_c_dtype')}) ELSE 0 END"
+        "roundoff(writes_b_dtype), roundoff(writes_c_dtype)) ELSE 0 END"
     )
     connection.execute(
         f"UPDATE differing_inputs SET writes_tolerance = {once}, beyond = exceeds OR "
@@ -116,7 +115,7 @@ def judge_given(
     # What a buffer counts, in integers, is exact.
     computed = (
         "d.step > (SELECT min(step) FROM common) AND NOT h.has_last AND h.is_buffer "
-        f"AND {roundoff_sql('writes_b_dtype')} > 0"
+        "AND roundoff(writes_b_dtype) > 0"
     )
     loose = f"greatest({_STATISTICS} * {scale * rule.forward()!r}::DOUBLE, {_GROWTH} * coalesce(g.weights, 0))"
     connection.execute(
