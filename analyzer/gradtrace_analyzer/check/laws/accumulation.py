@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gradtrace_analyzer.check.evidence import Evidence
 from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
 from gradtrace_analyzer.numerics.sketches import closest_multiple, is_same_factor
-from gradtrace_analyzer.numerics.tolerance import UNITS, epsilon
+from gradtrace_analyzer.numerics.tolerance import LANE_EPSILON, LAW_ULPS, epsilon
 from gradtrace_analyzer.sql.pipelines import stages_of_roots
 from gradtrace_analyzer.words.nouns import listed
 from gradtrace_analyzer.words.numbers import counted, ranks_phrase
@@ -107,7 +107,7 @@ def _of_first_step(evidence: Evidence) -> Iterator[_Changed]:
         for rank, step, index, microbatch, root, fqn, since, dtype, norm, old, came, new in rows:
             if first_step is not None and step > first_step:
                 return
-            left = _left_over(old, came, new, UNITS * max(epsilon(dtype), 2.0**-23))
+            left = _left_over(old, came, new, LAW_ULPS * max(epsilon(dtype), LANE_EPSILON))
             if left is not None:
                 first_step = step
                 share = left[0] / norm if norm else 1.0

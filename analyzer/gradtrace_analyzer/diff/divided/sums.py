@@ -21,12 +21,18 @@ import duckdb
 from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.diff.divided.division import Division
 from gradtrace_analyzer.diff.divided.whole_values import SUMMED, change_of_sums, held_against, whole
-from gradtrace_analyzer.numerics.tolerance import Rule, roundoff
-
-# By how much a growing difference of the parameters may show in a link.
-_GROWTH = 4.0
-# A norm and a sum are worth less than a sketch: an estimate counts from this many tolerances on.
-_DECISIVE = 3.0
+from gradtrace_analyzer.numerics.tolerance import (
+    DECISIVE_OF_SUMS,
+    GROWTH,
+    SEEN,
+    TURNED,
+    TURNED_TIMES,
+    UNJUDGED,
+    UPDATE_ROUNDINGS,
+    UPDATED,
+    Rule,
+    roundoff,
+)
 
 
 @dataclass(frozen=True)
@@ -107,14 +113,14 @@ class Sums:
             (c.error or 0.0 for _, c, is_flat in before if not is_flat), default=0.0
         ) + 0.1 * max((c.error or 0.0 for _, c, is_flat in before if is_flat), default=0.0)
         forward = self._scale * (
-            self._rule.forward() + _GROWTH * ((1 + growth) ** self._rule.layers - 1)
+            self._rule.forward() + GROWTH * ((1 + growth) ** self._rule.layers - 1)
         )
         calls = list(self._calls(step, forward))
         errors = sorted(d.writes.error for d in calls if d.writes is not None and d.writes.error)
         grown = errors[len(errors) // 2] if errors else 0.0
-        backward = self._scale * (self._rule.backward() + _GROWTH * grown)
+        backward = self._scale * (self._rule.backward() + GROWTH * grown)
         if grown:
-            backward = min(backward, self._scale * (self._rule.layer() + 8 * grown))
+            backward = min(backward, self._scale * (self._rule.layer() + SEEN * grown))
         found = calls + list(self._loss(step, factor, forward))
         # A mean over a part's rows: each row's gradient is as many times larger as there are parts.
         rows_factor = factor * self._times_as_many
@@ -306,8 +312,8 @@ class Sums:
             update = math.dist(a, b)
             norm = change.baseline["norm"]
             added = max(0.0, (change.error or 0.0) - (old.error or 0.0)) * norm
-            share = min(2.5, 1e-3 + 6 * math.sqrt(1.6 * g))
-            allowed = update * share + 8 * roundoff(change.baseline["dtype"]) * norm
+            share = min(UNJUDGED, UPDATED + TURNED_TIMES * math.sqrt(TURNED * g))
+            allowed = update * share + UPDATE_ROUNDINGS * roundoff(change.baseline["dtype"]) * norm
             found.append(
                 _named_difference(
                     "parameters",
@@ -317,7 +323,7 @@ class Sums:
                     change,
                     self._scale * allowed / norm if norm else 0.0,
                     0.0,
-                    apart=added > self._scale * _DECISIVE * allowed,
+                    apart=added > self._scale * DECISIVE_OF_SUMS * allowed,
                 )
             )
         return found
@@ -365,4 +371,4 @@ def _named_difference(
 def _is_decisive(change: Change) -> bool:
     if not change.differs:
         return False
-    return change.error is None or change.error > _DECISIVE * change.tolerance
+    return change.error is None or change.error > DECISIVE_OF_SUMS * change.tolerance

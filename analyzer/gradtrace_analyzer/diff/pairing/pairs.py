@@ -12,6 +12,7 @@ import duckdb
 
 from gradtrace_analyzer.diff.links import LINK_TABLES, SIDES, STATISTICS, LinkTable
 from gradtrace_analyzer.numerics.sketches import relative_error_sql
+from gradtrace_analyzer.numerics.tolerance import AS_ADDED_UP
 
 # Tables that have rows of every step that anything was recorded of.
 _OF_EVERY_STEP = (
@@ -217,9 +218,9 @@ def _counts(value: str, differs: str) -> str:
     return " IS DISTINCT FROM ".join(sides)
 
 
-# How far the norm of one tensor may lie apart in two ways to add it up, of the norm; and what comes to that for the
-# sum, whose terms may cancel: float32's unit for what they are at most without signs, sqrt(numel) times the norm.
-_AS_ADDED_UP, _OF_TERMS = 1e-6, 1.2e-7
+# What comes to `AS_ADDED_UP` for a sum, whose terms may cancel: float32's unit for what they are at most without signs,
+# sqrt(numel) times the norm.
+_OF_TERMS = 1.2e-7
 
 
 def _summary_differs(p: str, is_alike: bool) -> str:
@@ -237,7 +238,7 @@ def _apart(p: str, statistic: str, is_alike: bool) -> str:
     unequal = f"b.{p}{statistic} IS DISTINCT FROM c.{p}{statistic}"
     if is_alike or statistic not in ("norm", "sum"):
         return unequal
-    share = str(_AS_ADDED_UP)
+    share = str(AS_ADDED_UP)
     if statistic == "sum":
         share += f" + {_OF_TERMS} * sqrt(b.{p}numel)"
     distance = f"abs(b.{p}{statistic} - c.{p}{statistic})"

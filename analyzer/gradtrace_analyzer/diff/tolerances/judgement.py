@@ -30,22 +30,17 @@ from gradtrace_analyzer.diff.tolerances.noise import Noise, Repeats
 from gradtrace_analyzer.diff.tolerances.updates import is_plain, judge_given, judge_updates
 from gradtrace_analyzer.numerics.tolerance import (
     DECISIVE,
+    FINEST,
+    GROWTH,
+    NOISE_FLOOR,
     PRECISIONS,
+    SEEN,
     Least,
     Rule,
     roundoff,
 )
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
-
-# By how much a relative change of the weights, or of the forward, may show in one link more than in another.
-_GROWTH = 4.0
-
-# How many times the noise that is seen in a step's forward its backward pass may show.
-_SEEN = 8.0
-
-# A gradient this much smaller than its step's largest may be what is left of a cancellation.
-_NOISE_FLOOR = 1e-3
 
 
 class Judgement:
@@ -140,7 +135,7 @@ class Judgement:
                 f"SELECT DISTINCT output_dtype FROM {side}.module_calls WHERE step = (SELECT min(step) FROM common)"
             ).fetchall()
         ]
-        finest = min(filter(None, units), default=2.0**-53)
+        finest = min(filter(None, units), default=FINEST)
         return Least(self._scale, summands, layers, finest, is_plain(self._connection))
 
     def pair_repeats(self, *, is_arranged: bool, new_names: Mapping[str, str]) -> None:
@@ -234,7 +229,7 @@ class Judgement:
         unit = 0.0
         for rank, step, new, place in firsts:
             if (rank, step) != last:
-                last, unit = (rank, step), max(least, 2.0**-53)
+                last, unit = (rank, step), max(least, FINEST)
             elif new <= unit:
                 continue
             else:
@@ -287,7 +282,7 @@ class Judgement:
         is_forward = table.table == "module_calls"
         base = "r.forward" if is_forward else "r.backward"
         growth = (
-            f"{_GROWTH} * ((1 + coalesce(g.weights, 0)) ** {self.rule.layers} - 1)"
+            f"{GROWTH} * ((1 + coalesce(g.weights, 0)) ** {self.rule.layers} - 1)"
             if is_forward
             else "(coalesce(f.extra, 0) + coalesce(u.extra, 0))"
         )
@@ -295,14 +290,14 @@ class Judgement:
         rounding = base
         if not is_forward:
             rounding = (
-                f"least({base} + {self._scale * _GROWTH} * coalesce(g.forward, 0), "
-                f"coalesce(r.layer + {self._scale * _SEEN} * w.change, 1e9))"
+                f"least({base} + {self._scale * GROWTH} * coalesce(g.forward, 0), "
+                f"coalesce(r.layer + {self._scale * SEEN} * w.change, 1e9))"
             )
         tolerance = f"({rounding} + {self._scale} * {growth}) * {amplified}"
         lengthening = (
             growth
             if is_forward
-            else f"({_GROWTH} * coalesce(g.forward, 0) + coalesce(f.extra, 0) ** 2 + coalesce(u.extra, 0))"
+            else f"({GROWTH} * coalesce(g.forward, 0) + coalesce(f.extra, 0) ** 2 + coalesce(u.extra, 0))"
         )
         if table.table in SEEN_GAINS:
             lengthening = f"least({lengthening}, coalesce({SEEN_GAINS[table.table]} * q.gain, 1e9))"
@@ -328,7 +323,7 @@ class Judgement:
             for role, _ in table.sides:
                 own = f"greatest(d.{role}_b_norm, d.{role}_c_norm)"
                 floor = (
-                    f"greatest(CASE WHEN s.is_flat THEN a.norm ELSE 0 END, {_NOISE_FLOOR} * l.norm)"
+                    f"greatest(CASE WHEN s.is_flat THEN a.norm ELSE 0 END, {NOISE_FLOOR} * l.norm)"
                 )
                 cancelled[role] = f"least(1, coalesce({own} / nullif({floor}, 0), 1))"
         beyond, exceeds, sets = [], [], []
@@ -379,7 +374,7 @@ class Judgement:
             "CREATE OR REPLACE TEMP TABLE judged AS SELECT d.rowid AS id, coalesce(abs(value_b_loss - value_c_loss) > "
             "greatest(abs(value_b_loss), abs(value_c_loss)) * "
             f"(coalesce(r.forward, {self._scale * self.rule.forward()!r}::DOUBLE) "
-            f"+ {self._scale * _GROWTH} * coalesce(g.forward, 0)) OR isnan(value_b_loss) <> isnan(value_c_loss), "
+            f"+ {self._scale * GROWTH} * coalesce(g.forward, 0)) OR isnan(value_b_loss) <> isnan(value_c_loss), "
             "value_b_loss IS DISTINCT FROM value_c_loss) AS apart FROM differing_backward_passes d "
             "LEFT JOIN rounding r ON r.rank = d.rank AND r.step = d.step AND r.start <= d.place AND d.place < r.until "
             "LEFT JOIN growth g ON g.rank = d.rank AND g.step = d.step"

@@ -10,17 +10,18 @@ import duckdb
 from gradtrace_analyzer.diff.pairing.pairs import opened_places, within
 from gradtrace_analyzer.numerics.tolerance import (
     PASSED_ON,
+    ROUNDED_ONCE,
     TURNED,
+    TURNED_TIMES,
     UNJUDGED,
+    UPDATE_ROUNDINGS,
     UPDATED,
+    WIDER_STATISTICS,
     Rule,
 )
 
 # By how much more than the other parameters a statistic of the last steps may differ.
-_GROWTH = 4.0
-
-# A running statistic averages what may cancel: by how much wider its tolerance is than an output's.
-_STATISTICS = 64.0
+_STATISTICS_GROWTH = 4.0
 
 
 def judge_updates(connection: duckdb.DuckDBPyConnection, scale: float) -> None:
@@ -31,7 +32,7 @@ def judge_updates(connection: duckdb.DuckDBPyConnection, scale: float) -> None:
     """
     places = opened_places(connection)
     change = "d.writes_error * greatest(d.writes_b_norm, d.writes_c_norm)"
-    ulp = "8 * greatest(roundoff(d.writes_b_dtype), roundoff(d.writes_c_dtype))"
+    ulp = f"{UPDATE_ROUNDINGS} * greatest(roundoff(d.writes_b_dtype), roundoff(d.writes_c_dtype))"
     size = "greatest(d.writes_b_norm, d.writes_c_norm)"
     updates = " UNION ALL ".join(
         "SELECT b.rank, b.step, b.root, b.parameter_fqn, sketch_distance(b.sketch, a.sketch) "
@@ -43,7 +44,8 @@ def judge_updates(connection: duckdb.DuckDBPyConnection, scale: float) -> None:
     share = (
         f"CASE WHEN coalesce(k.error, 0) = 0 THEN {UPDATED} "
         f"WHEN {str(is_plain(connection)).lower()} THEN {UPDATED} + {PASSED_ON} * k.error "
-        f"WHEN k.is_flat THEN {UNJUDGED} ELSE least({UNJUDGED}, {UPDATED} + 6 * sqrt({TURNED} * k.error)) END"
+        f"WHEN k.is_flat THEN {UNJUDGED} "
+        f"ELSE least({UNJUDGED}, {UPDATED} + {TURNED_TIMES} * sqrt({TURNED} * k.error)) END"
     )
     connection.execute(
         "CREATE OR REPLACE TEMP TABLE judged AS WITH errors AS ("
@@ -91,7 +93,7 @@ def judge_given(
     Where a step is compared alone what it was given is not judged in the step before it: it counts here.
     """
     once = (
-        "CASE WHEN writes_b_dtype <> writes_c_dtype THEN 1.01 * greatest("
+        f"CASE WHEN writes_b_dtype <> writes_c_dtype THEN {ROUNDED_ONCE} * greatest("
         "roundoff(writes_b_dtype), roundoff(writes_c_dtype)) ELSE 0 END"
     )
     connection.execute(
@@ -117,7 +119,10 @@ def judge_given(
         "d.step > (SELECT min(step) FROM common) AND NOT h.has_last AND h.is_buffer "
         "AND roundoff(writes_b_dtype) > 0"
     )
-    loose = f"greatest({_STATISTICS} * {scale * rule.forward()!r}::DOUBLE, {_GROWTH} * coalesce(g.weights, 0))"
+    loose = (
+        f"greatest({WIDER_STATISTICS} * {scale * rule.forward()!r}::DOUBLE, "
+        f"{_STATISTICS_GROWTH} * coalesce(g.weights, 0))"
+    )
     connection.execute(
         "UPDATE differing_parameters d SET writes_tolerance = allowed, beyond = exceeds OR apart, "
         "exceeds = exceeds OR apart FROM (SELECT id, NOT kept AND coalesce(writes_error > allowed, true) AS apart, "
