@@ -6,7 +6,7 @@ becomes a notice, which commands print on stderr. What the rows mean is left to 
 
 from __future__ import annotations
 
-from gradtrace_analyzer.words.numbers import spans, ranks_phrase
+from gradtrace_analyzer.words.numbers import ranks_phrase, spans, verb
 
 import json
 import os
@@ -290,7 +290,7 @@ def _notices(
         yield f"{run.path} lacks {ranks_phrase(run.missing_ranks)} of {run.world_size}{because}"
     if run.incomplete_ranks:
         read = sum(len(rows) for by_rank in run.leftovers.values() for rows in by_rank.values())
-        were = "row was" if read == 1 else "rows were"
+        were = verb(read, "row was", "rows were")
         rows = f"; {read:,} {were} read from journals" if read else ""
         repaired = [r for r in run.incomplete_ranks if run.ranks[r].facts.get("left_behind")]
         others = [r for r in run.incomplete_ranks if r not in repaired]

@@ -16,7 +16,7 @@ from gradtrace_analyzer.numerics.sketches import closest_multiple, is_same_facto
 from gradtrace_analyzer.numerics.tolerance import LANE_EPSILON, LAW_ULPS, epsilon
 from gradtrace_analyzer.sql.pipelines import stages_of_roots
 from gradtrace_analyzer.words.nouns import listed
-from gradtrace_analyzer.words.numbers import counted, ranks_phrase
+from gradtrace_analyzer.words.numbers import counted, noun, ranks_phrase
 
 # The norm of what is left over that counts as a change: far beyond rounding, which the sketches' own adds to.
 _LEAST = 1e-4
@@ -151,7 +151,9 @@ def _told(evidence: Evidence, found: Sequence[_Changed]) -> Iterator[Violation]:
         where = ""
         if stages:
             listed_stages = ", ".join(str(stage) for stage, _ in stages)
-            where = f" (stage{'s' if len(stages) > 1 else ''} {listed_stages}, microbatch {first.microbatch})"
+            where = (
+                f" ({noun(len(stages), 'stage')} {listed_stages}, microbatch {first.microbatch})"
+            )
             more += _divided_again(first.factor, {count for _, count in stages})
         yield violation(
             Law.GRADIENTS_ACCUMULATE,

@@ -11,6 +11,7 @@ from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, viol
 from gradtrace_analyzer.numerics.sketches import factor_between, relative_error
 from gradtrace_analyzer.numerics.tolerance import epsilon
 from gradtrace_analyzer.sql.pipelines import PHASES, make_handed, stepless_ranks
+from gradtrace_analyzer.words.nouns import upper_first
 from gradtrace_analyzer.words.numbers import counted, ranks_phrase
 
 NO_STAGE = "no pipeline stage was recorded"
@@ -91,7 +92,7 @@ def handovers_equal(evidence: Evidence) -> Findings:
     if stepless:
         who = ranks_phrase(stepless)
         notes.append(
-            f"{who[0].upper()}{who[1:]} ran no optimizer, so that every run of the schedule there counts as one step: "
+            f"{upper_first(who)} ran no optimizer, so that every run of the schedule there counts as one step: "
             "what was handed on is not compared there; gradtrace_recorder.step(n) tells steps apart."
         )
     return outcome(Law.HANDOVERS_EQUAL, violations, compared, NOT_BOTH, notes=notes)

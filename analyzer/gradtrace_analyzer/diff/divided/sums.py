@@ -33,6 +33,8 @@ from gradtrace_analyzer.numerics.tolerance import (
     Rule,
     roundoff,
 )
+from gradtrace_analyzer.words.nouns import SIDES
+from gradtrace_analyzer.words.numbers import counts_phrase
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Repartitioned:
     def words(self) -> str:
         """What was compared, and how the work is divided."""
         a, b = self.divisions
-        counts = ", ".join(f"{count:,} {what}" for what, count in self.compared.items() if count)
+        counts = counts_phrase({what: count for what, count in self.compared.items() if count})
         scaled = f" Loss and gradients inside a step are {self.factor:g} times the baseline's." * (
             self.factor != 1
         )
@@ -144,7 +146,7 @@ class Sums:
         """What a part's loss and gradients are multiplied by, where that is a number of parts; else 1."""
         means: list[float | None] = []
         counts: list[int] = []
-        for side in ("baseline", "candidate"):
+        for side in SIDES:
             row = self._connection.execute(
                 f"SELECT avg(loss), count(loss) FROM {side}.backward_passes WHERE step = ? AND kind = 'backward' "
                 "AND parent_backward_index IS NULL",
@@ -163,7 +165,7 @@ class Sums:
 
     def _loss(self, step: int, factor: float, allowed: float) -> list[Difference]:
         means = []
-        for side in ("baseline", "candidate"):
+        for side in SIDES:
             row = self._connection.execute(
                 f"SELECT avg(loss), min(record_index), min(backward_index) FROM {side}.backward_passes "
                 "WHERE step = ? AND kind = 'backward' AND loss IS NOT NULL AND parent_backward_index IS NULL",
@@ -223,7 +225,7 @@ class Sums:
         sides = [
             f"SELECT {names}, min(record_index) AS record, max(microbatch) AS microbatch, {sums} FROM {side}.{table} "
             f"WHERE step = {step} AND {where} GROUP BY {names}"
-            for side in ("baseline", "candidate")
+            for side in SIDES
         ]
         on = " AND ".join(f"b.{k} IS NOT DISTINCT FROM c.{k}" for k in key)
         columns = ", ".join(f"{s}.{p}{x}" for p in prefixes for x in SUMMED for s in "bc")
@@ -282,7 +284,7 @@ class Sums:
         sides = [
             "SELECT parameter_fqn, numel, norm, abs_max, sum, nan_count, inf_count, sketch, dtype, fingerprint, "
             f"coalesce(len(shape), 0) < 2, rank FROM {side}.{table} WHERE step = ? AND point = ?{only} ORDER BY rank"
-            for side in ("baseline", "candidate")
+            for side in SIDES
         ]
         held: list[dict[str, list[tuple[Any, ...]]]] = []
         for query in sides:

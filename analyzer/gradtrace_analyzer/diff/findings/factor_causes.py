@@ -10,8 +10,7 @@ import duckdb
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.numerics.sketches import SAME_FACTOR, is_same_factor
 from gradtrace_analyzer.runs.run import Run
-
-_SIDES = ("baseline", "candidate")
+from gradtrace_analyzer.words.nouns import SIDES
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,13 @@ def explained(factor: float, counts: list[Count]) -> list[str]:
 def _counts(
     connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Run], origin: Origin
 ) -> Iterator[Count]:
-    sizes = [runs[side].world_size or 1 for side in _SIDES]
+    sizes = [runs[side].world_size or 1 for side in SIDES]
     yield Count("the world size", *sizes)
     at = {"rank": origin.difference.rank, "step": origin.step}
     here = "WHERE rank = $rank AND step = $step"
 
     def both(query: str) -> list[list[tuple[object, ...]]]:
-        return [connection.execute(query.format(side=side), at).fetchall() for side in _SIDES]
+        return [connection.execute(query.format(side=side), at).fetchall() for side in SIDES]
 
     passes = both(
         f"SELECT count(*) FROM {{side}}.backward_passes {here} AND kind = 'backward' "

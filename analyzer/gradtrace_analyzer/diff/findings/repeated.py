@@ -12,6 +12,7 @@ import duckdb
 
 from gradtrace_analyzer.diff.difference import LARGEST_FACTOR
 from gradtrace_analyzer.numerics.sketches import factor_between
+from gradtrace_analyzer.words.nouns import SIDES
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def repeated(connection: duckdb.DuckDBPyConnection, step: int) -> list[Repeated]
     alone = "SELECT 1 FROM differing_backward_passes WHERE step = ? AND only_in IS NOT NULL LIMIT 1"
     if connection.execute(alone, [step]).fetchone() is None:
         return []
-    for side, other in (("baseline", "candidate"), ("candidate", "baseline")):
+    for side, other in (SIDES, SIDES[::-1]):
         lone = connection.execute(
             f"SELECT DISTINCT rank FROM {side}.backward_passes ANTI JOIN {other}.backward_passes "
             "USING (rank, step, backward_index) SEMI JOIN common USING (rank, step) WHERE step = ?",

@@ -12,6 +12,7 @@ from dataclasses import replace
 from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.diff.origin import Rescaled
 from gradtrace_analyzer.numerics.sketches import closest_multiple, is_same_factor, on_node_lanes
+from gradtrace_analyzer.words.nouns import SIDES
 
 # What two sums leave over, beside what was multiplied, may be rounding up to this share of it.
 _LEFT_OVER = 0.01
@@ -53,7 +54,7 @@ def _multiplied(
 ) -> tuple[str | None, float | None]:
     """(the side that multiplied its `.grad`, by what): now = times * last + added, in sketches of that side."""
     found: list[tuple[str, float]] = []
-    for side in ("baseline", "candidate"):
+    for side in SIDES:
         sketches = [_sketch(change, side) for change in (last, added, now)]
         if not all(sketches):
             return None, None

@@ -24,6 +24,7 @@ from gradtrace_analyzer.sql.pipelines import (
     make_handed,
     stages_of_roots,
 )
+from gradtrace_analyzer.words.nouns import SIDES
 
 _Place = TypeVar("_Place", Origin, Origin | None)
 
@@ -132,7 +133,7 @@ _INSIDE = frozenset({"inputs", "module_calls", "node_events", "backward_passes",
 def stage_edges(connection: duckdb.DuckDBPyConnection, step: int) -> StageEdges | None:
     """Those of a step of the baseline, beside which the candidate's rows are placed; None where it has no stages."""
     actions: dict[tuple[str, int], list[tuple[float, Place]]] = {}
-    for side in ("baseline", "candidate"):
+    for side in SIDES:
         rows = connection.execute(
             f"SELECT e.rank, e.record_index - s.first, stage_index, microbatch, kind FROM {side}.stage_events e "
             "JOIN step_start s ON s.side = ? AND s.rank = e.rank AND s.step = e.step "

@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import duckdb
 
-from gradtrace_analyzer.diff.links import LINK_TABLES, SIDES, STATISTICS, LinkTable
+from gradtrace_analyzer.diff.links import LINK_TABLES, STATISTICS, LinkTable
 from gradtrace_analyzer.numerics.sketches import relative_error_sql
 from gradtrace_analyzer.numerics.tolerance import AS_ADDED_UP
+from gradtrace_analyzer.words.nouns import SIDES
 
 # Tables that have rows of every step that anything was recorded of.
 _OF_EVERY_STEP = (

@@ -40,6 +40,7 @@ from gradtrace_analyzer.numerics.tolerance import (
     roundoff,
 )
 from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
 
 
@@ -130,7 +131,7 @@ class Judgement:
         layers, summands = self._sizes
         units = [
             roundoff(dtype)
-            for side in ("baseline", "candidate")
+            for side in SIDES
             for (dtype,) in self._connection.execute(
                 f"SELECT DISTINCT output_dtype FROM {side}.module_calls WHERE step = (SELECT min(step) FROM common)"
             ).fetchall()

@@ -19,6 +19,7 @@ from gradtrace_analyzer.numerics.tolerance import (
     WIDER_STATISTICS,
     Rule,
 )
+from gradtrace_analyzer.words.nouns import SIDES
 
 # By how much more than the other parameters a statistic of the last steps may differ.
 _STATISTICS_GROWTH = 4.0
@@ -39,7 +40,7 @@ def judge_updates(connection: duckdb.DuckDBPyConnection, scale: float) -> None:
         f"AS size FROM {side}.parameters b JOIN {side}.parameters a USING (rank, step, root, parameter_fqn) "
         "SEMI JOIN opened USING (rank, step) WHERE b.point = 'before' AND a.point = 'after' "
         f"AND len(a.sketch) = len(b.sketch) AND {within(places, 'a')} AND {within(places, 'b')}"
-        for side in ("baseline", "candidate")
+        for side in SIDES
     )
     share = (
         f"CASE WHEN coalesce(k.error, 0) = 0 THEN {UPDATED} "
@@ -112,7 +113,7 @@ def judge_given(
         f"FROM {side}.parameters b LEFT JOIN (FROM {side}.parameters a WHERE a.point = 'after' "
         f"AND {within(before, 'a')}) a ON a.rank = b.rank AND a.step = b.step - 1 AND a.root = b.root "
         f"AND a.parameter_fqn = b.parameter_fqn WHERE b.point = 'before' AND {within(places, 'b')}"
-        for side in ("baseline", "candidate")
+        for side in SIDES
     )
     # What a buffer counts, in integers, is exact.
     computed = (

@@ -8,7 +8,6 @@ from typing import Any
 
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.reports.timing.stages import KIND_WORDS
-from gradtrace_analyzer.reports.timing.stragglers import ms_text
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.timing.series import Place, RunSeries
 from gradtrace_analyzer.timing.slower import (
@@ -19,8 +18,8 @@ from gradtrace_analyzer.timing.slower import (
     Compared,
     Slowdown,
 )
-from gradtrace_analyzer.words.nouns import upper_first
-from gradtrace_analyzer.words.numbers import counted, ranks_phrase, spans
+from gradtrace_analyzer.words.nouns import module_with_noun, upper_first
+from gradtrace_analyzer.words.numbers import counted, ms_text, ranks_phrase, spans
 
 _MOST_CAUSES = 3
 _CONSEQUENCES = ("receive", "bucket_wait")
@@ -171,17 +170,11 @@ def _cause_text(cause: Slowdown) -> str:
     said = f"{_subject(change)} takes {now}{per}, {before} in the baseline {spread}"
     if inside is None:
         return said
-    of = _module(inside.place)
+    of = module_with_noun(inside.place.module_fqn)
     what = (
         inside.place.name if inside.place.what == "node" else f"its forward ({inside.place.name})"
     )
     return f"{said}: {of}, {what} ({ms_text(inside.candidate_ns)} against {ms_text(inside.baseline_ns)})"
-
-
-def _module(place: Place) -> str:
-    if place.module_fqn is None:
-        return "code outside any module"
-    return f"module {place.module_fqn}" if place.module_fqn else "the root module"
 
 
 def _subject(change: Change) -> str:
@@ -191,9 +184,9 @@ def _subject(change: Change) -> str:
         return f"Stage {place.stage_index}'s {KIND_WORDS[place.kind or 'backward']}"
     stage = "" if place.stage_index is None else f"Stage {place.stage_index}: "
     if place.what == "module":
-        return f"{stage}{'the' if stage else 'The'} forward of {_module(place)} ({place.name}){on}"
+        return f"{stage}{'the' if stage else 'The'} forward of {module_with_noun(place.module_fqn)} ({place.name}){on}"
     if place.what == "node":
-        return f"{stage}{place.name} of {_module(place)}{on}"
+        return f"{stage}{place.name} of {module_with_noun(place.module_fqn)}{on}"
     if place.what == "optimizer":
         return f"The optimizer{on}"
     if place.what == "between":
