@@ -12,7 +12,7 @@ from gradtrace_analyzer.failures.phrases import where_phrase
 from gradtrace_analyzer.failures.under_way import StageAction
 from gradtrace_analyzer.failures.waiting import Wait
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.runs.last_seen import LastSeen, Place
+from gradtrace_analyzer.runs.last_seen import LastSeen, RankPlace
 from gradtrace_analyzer.words.nouns import listed, module_phrase
 from gradtrace_analyzer.words.numbers import (
     clock_text,
@@ -136,7 +136,7 @@ def sentence(ending: Ending) -> str:
     return " ".join(said)
 
 
-def _whereabouts(ending: Ending, seen: LastSeen, place: Place | None) -> str:
+def _whereabouts(ending: Ending, seen: LastSeen, place: RankPlace | None) -> str:
     """`died in step 3, in SigmoidBackward0 of blocks.2, which began at 11:02:03.456 ...`"""
     where = "before its first event" if place is None else where_phrase(place)
     since = "" if place is None else _since(place, seen)
@@ -155,7 +155,7 @@ def _whereabouts(ending: Ending, seen: LastSeen, place: Place | None) -> str:
     return f"is running: {where}{since}"
 
 
-def _since(place: Place, seen: LastSeen) -> str:
+def _since(place: RankPlace, seen: LastSeen) -> str:
     began = "which began at" if place.doing == "node" else "since"
     at = clock_text(seen.wall_start_ns + place.since_ns)
     return f", {began} {at} ({seconds_text(place.since_ns / 1e9)} after its recording began)"

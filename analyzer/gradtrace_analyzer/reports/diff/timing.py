@@ -9,14 +9,14 @@ from typing import Any
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.reports.timing.stages import KIND_WORDS
 from gradtrace_analyzer.runs.run import Run
-from gradtrace_analyzer.timing.series import Place, RunSeries
+from gradtrace_analyzer.timing.series import RunSeries, TimedPlace
 from gradtrace_analyzer.timing.slower import (
     FEWEST_STEPS,
     RANGES,
     SURE_STEPS,
-    Change,
     Compared,
     Slowdown,
+    TimeChange,
 )
 from gradtrace_analyzer.words.nouns import module_with_noun, upper_first
 from gradtrace_analyzer.words.numbers import counted, ms_text, ranks_phrase, spans
@@ -113,7 +113,7 @@ def timing_object(found: Compared, runs: tuple[Run, Run]) -> dict[str, Any]:
     }
 
 
-def change_object(change: Change) -> dict[str, Any]:
+def change_object(change: TimeChange) -> dict[str, Any]:
     """A place's row."""
     return {
         **asdict(change.place),
@@ -146,7 +146,7 @@ def _no_verdict_text(found: Compared) -> str:
     )
 
 
-def _step_text(step: Change) -> str:
+def _step_text(step: TimeChange) -> str:
     took = (
         f"A step takes {ms_text(step.candidate_ns)}, {ms_text(step.baseline_ns)} in the baseline (medians of "
         f"{step.candidate_count} and {step.baseline_count} steps on the slowest rank, spread {ms_text(step.spread_ns)})"
@@ -177,7 +177,7 @@ def _cause_text(cause: Slowdown) -> str:
     return f"{said}: {of}, {what} ({ms_text(inside.candidate_ns)} against {ms_text(inside.baseline_ns)})"
 
 
-def _subject(change: Change) -> str:
+def _subject(change: TimeChange) -> str:
     place = change.place
     on = f" on {ranks_phrase(change.ranks)}" if change.ranks else ""
     if place.what == "stage":
@@ -232,7 +232,7 @@ def _setting(run: Run, name: str) -> Any:
     return None
 
 
-def _what_cell(place: Place) -> str:
+def _what_cell(place: TimedPlace) -> str:
     if place.what == "stage":
         return f"stage {place.stage_index} {place.kind}"
     if place.what in ("transfer", "receive"):
@@ -246,7 +246,7 @@ def _what_cell(place: Place) -> str:
     return place.what.replace("_", " ")
 
 
-def _where_cell(change: Change) -> str:
+def _where_cell(change: TimeChange) -> str:
     place = change.place
     if place.what in ("transfer", "receive"):
         return f"from stage {place.other_stage}"

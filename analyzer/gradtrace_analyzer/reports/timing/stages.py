@@ -14,7 +14,13 @@ from typing import Any
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.timing.gantt import LETTERS, MEANINGS, WAITS, Chart, drawn
 from gradtrace_analyzer.timing.pipelines import MessageClock
-from gradtrace_analyzer.timing.slowest import CHANCE, SMALLEST_SHARE, Judgement, PartTime, SlowPlace
+from gradtrace_analyzer.timing.slowest import (
+    CHANCE,
+    SMALLEST_SHARE,
+    PartTime,
+    SlowPlace,
+    StageJudgement,
+)
 from gradtrace_analyzer.timing.stages import RankIdle, StageAnswer, Waited
 from gradtrace_analyzer.words.nouns import module_with_noun, upper_first
 from gradtrace_analyzer.words.numbers import (
@@ -131,7 +137,7 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns
 
 
-def _judgement_text(judgement: Judgement) -> str:
+def _judgement_text(judgement: StageJudgement) -> str:
     load, other = ms_text(judgement.load_ns), ms_text(judgement.other_ns)
     stage = f"stage {judgement.stage_index}"
     count = counted(judgement.sample_count, "microbatch")

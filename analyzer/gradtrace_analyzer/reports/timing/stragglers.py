@@ -12,9 +12,9 @@ from gradtrace_analyzer.timing.stragglers import (
     SMALLEST_SHARE_OF_STEP,
     SURE_PASSES,
     Floor,
-    Judgement,
     Onset,
     RankLag,
+    StragglerJudgement,
 )
 from gradtrace_analyzer.words.nouns import bucket_name, listed, module_phrase, upper_first
 from gradtrace_analyzer.words.numbers import counted, ms_text, percent_text, ranks_phrase, verb
@@ -42,7 +42,7 @@ def judgement_texts(answer: BucketAnswer) -> Iterator[str]:
         yield f"No straggler in {more} (--format json)."
 
 
-def judgement_text(answer: BucketAnswer, judgement: Judgement) -> str:
+def judgement_text(answer: BucketAnswer, judgement: StragglerJudgement) -> str:
     """The straggler of a group, or why none is named."""
     if judgement.straggler is None:
         return _no_straggler_text(judgement)
@@ -106,7 +106,7 @@ def _waiting_text(waiting: Sequence[RankTotal]) -> Iterator[str]:
     )
 
 
-def _no_straggler_text(judgement: Judgement) -> str:
+def _no_straggler_text(judgement: StragglerJudgement) -> str:
     group = _group(judgement)
     passes = counted(judgement.pass_count, "backward pass")
     worst, floor = ms_text(judgement.worst_ns), judgement.floor
@@ -190,7 +190,7 @@ def parameters_text(bucket: Bucket) -> str:
     return f"{first} and {more:,} more" if more > 0 else first
 
 
-def _group(judgement: Judgement) -> str:
+def _group(judgement: StragglerJudgement) -> str:
     return f"group {judgement.team.group}"
 
 

@@ -21,7 +21,7 @@ from gradtrace_analyzer.reports.timing.stragglers import (
 from gradtrace_analyzer.timing.buckets import BucketAnswer, BucketTimes, RankTotal
 from gradtrace_analyzer.timing.reductions import Bucket
 from gradtrace_analyzer.timing.steps import PARTS, RankSteps
-from gradtrace_analyzer.timing.stragglers import Judgement, Onset
+from gradtrace_analyzer.timing.stragglers import Onset, StragglerJudgement
 from gradtrace_analyzer.words.numbers import bytes_text, counted, ms_text, percent_text
 
 _MOST_RANKS = 8
@@ -166,7 +166,7 @@ def bucket_object(answer: BucketAnswer) -> dict[str, Any]:
     }
 
 
-def _judgement_object(answer: BucketAnswer, judgement: Judgement) -> dict[str, Any]:
+def _judgement_object(answer: BucketAnswer, judgement: StragglerJudgement) -> dict[str, Any]:
     straggler = judgement.straggler
     return {
         "group": judgement.team.group,
