@@ -13,7 +13,7 @@ from typing import Any, Literal
 from gradtrace_analyzer.failures.failed_passes import FailedPass, failed_passes
 from gradtrace_analyzer.failures.under_way import StageAction, under_way
 from gradtrace_analyzer.failures.waiting import Wait, waits
-from gradtrace_analyzer.runs.last_seen import LastSeen, Place, last_seen
+from gradtrace_analyzer.runs.last_seen import LastSeen, RankPlace, last_seen
 from gradtrace_analyzer.runs.run import RankInfo, Run
 from gradtrace_analyzer.sql.views import connect
 
@@ -29,7 +29,7 @@ State = Literal[
     "missing",
     "not_asked",
 ]
-Verdict = Literal["well", "found", "unknown"]
+EndingsVerdict = Literal["well", "found", "unknown"]
 
 # What is something to look at, and what leaves the question open.
 _FOUND: tuple[State, ...] = ("raised", "died", "silent", "stuck", "waits")
@@ -56,7 +56,7 @@ class Ending:
     state: State
     facts: Mapping[str, Any]
     seen: LastSeen | None = None
-    place: Place | None = None
+    place: RankPlace | None = None
     idle_ns: int | None = None
     wait: Wait | None = None
     stage: StageAction | None = None
@@ -82,7 +82,7 @@ class Endings:
     ranks: tuple[Ending, ...]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> EndingsVerdict:
         """Whether all ranks ended by themselves, something was found, or it cannot be told yet."""
         states = {ending.state for ending in self.ranks}
         if states & set(_FOUND) or any(ending.place for ending in self.of("ended")):
@@ -136,7 +136,7 @@ def _ending(
 ) -> Ending:
     rank = info.rank
     seen = last_seen(run, rank)
-    place: Place | None = None
+    place: RankPlace | None = None
     idle = None
     if info.is_complete or (seen is not None and seen.closed_ns):
         uncaught, place = _uncaught(info.facts), _left_in(info.facts)
@@ -168,7 +168,7 @@ def _ending(
     )
 
 
-def _was_waiting(wait: Wait | None, place: Place | None, last: FailedPass | None) -> bool:
+def _was_waiting(wait: Wait | None, place: RankPlace | None, last: FailedPass | None) -> bool:
     """Whether the rank had run all Nodes there were, and stood in the engine, until its end or an exception there."""
     if wait is None:
         return False
@@ -197,14 +197,14 @@ def _uncaught(facts: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _left_in(facts: Mapping[str, Any]) -> Place | None:
+def _left_in(facts: Mapping[str, Any]) -> RankPlace | None:
     kept = facts.get("left_in")
     if not isinstance(kept, dict):
         return None
     name, step = kept.get("name"), kept.get("step")
     if kept.get("doing") == "optimizer":
-        return Place(0, "optimizer", 0, step, optimizer=name)
-    return Place(0, "module", 0, step, module_fqn=name)
+        return RankPlace(0, "optimizer", 0, step, optimizer=name)
+    return RankPlace(0, "module", 0, step, module_fqn=name)
 
 
 def _dropped(

@@ -18,7 +18,7 @@ import pyarrow as pa
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
 from gradtrace_analyzer.runs.journals import Journal, found_journals, leftover_rows, without_gap
 from gradtrace_analyzer.runs.parts import DamagedPart, Part, found_parts
-from gradtrace_analyzer.words.numbers import ranks_phrase, spans
+from gradtrace_analyzer.words.numbers import ranks_phrase, spans, verb
 from gradtrace_schemas import SCHEMA_VERSION, TABLES, layout
 from gradtrace_schemas.journal_reader import Contents
 
@@ -285,7 +285,7 @@ def _notices(
         yield f"{run.path} lacks {ranks_phrase(run.missing_ranks)} of {run.world_size}{because}"
     if run.incomplete_ranks:
         read = sum(len(rows) for by_rank in run.leftovers.values() for rows in by_rank.values())
-        were = "row was" if read == 1 else "rows were"
+        were = verb(read, "row was", "rows were")
         rows = f"; {read:,} {were} read from journals" if read else ""
         repaired = [r for r in run.incomplete_ranks if run.ranks[r].facts.get("left_behind")]
         others = [r for r in run.incomplete_ranks if r not in repaired]

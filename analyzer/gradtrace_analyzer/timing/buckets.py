@@ -21,7 +21,7 @@ from gradtrace_analyzer.timing.clocks import HostClock
 from gradtrace_analyzer.timing.reductions import Bucket, Team, count, paired_reductions
 from gradtrace_analyzer.timing.slices import Steps
 from gradtrace_analyzer.timing.steps import median_step_ns
-from gradtrace_analyzer.timing.stragglers import Judgement, judgements
+from gradtrace_analyzer.timing.stragglers import StragglerJudgement, judgements
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class BucketAnswer:
     """All of it. `notes` say what is missing."""
 
     step_ns: int | None
-    judgements: tuple[Judgement, ...]
+    judgements: tuple[StragglerJudgement, ...]
     buckets: tuple[BucketTimes, ...]
     others: tuple[OtherBucket, ...]
     totals: tuple[RankTotal, ...]

@@ -117,11 +117,11 @@ class Straggler:
     also_late: tuple[int, ...]
 
 
-Reason = Literal["small", "split", "most", "few", "none"]
+NoStraggler = Literal["small", "split", "most", "few", "none"]
 
 
 @dataclass(frozen=True)
-class Judgement:
+class StragglerJudgement:
     """A group's answer. Where `straggler` is None, `reason` says why.
 
     `small`: the lags are within the floor. `split`: different ranks come last. `most`: most ranks are late behind
@@ -136,7 +136,7 @@ class Judgement:
     floor: Floor
     lags: tuple[RankLag, ...]
     straggler: Straggler | None
-    reason: Reason | None
+    reason: NoStraggler | None
 
 
 _FLOORS = """
@@ -237,7 +237,7 @@ ORDER BY end_ns - start_ns - other_ns DESC, event_index LIMIT 1
 """
 
 
-def judgements(paired: Paired, step_ns: int | None) -> tuple[Judgement, ...]:
+def judgements(paired: Paired, step_ns: int | None) -> tuple[StragglerJudgement, ...]:
     """An answer for each group, held against the median step."""
     measured = {row[0]: row[1:] for row in paired.connection.execute(_FLOORS).fetchall()}
     return tuple(
@@ -254,7 +254,7 @@ def _judged(
     pass_count: int,
     leaving_ns: int,
     worst_ns: int,
-) -> Judgement:
+) -> StragglerJudgement:
     floor = Floor(step_ns, leaving_ns, pass_count)
     asked = {"team": team.number, "floor": floor.ns}
     lags = tuple(RankLag(*row) for row in paired.connection.execute(_LAGS, asked).fetchall())
@@ -267,10 +267,14 @@ def _judged(
         first, *others = late
         onset = _onset(paired, team.number, first.rank, floor.ns)
         straggler = Straggler(first.rank, onset, tuple(sorted(lag.rank for lag in others)))
-    return Judgement(team, reduction_count, pass_count, worst_ns, floor, lags, straggler, reason)
+    return StragglerJudgement(
+        team, reduction_count, pass_count, worst_ns, floor, lags, straggler, reason
+    )
 
 
-def _late_ranks(lags: Sequence[RankLag], pass_count: int, floor_ns: int) -> list[RankLag] | Reason:
+def _late_ranks(
+    lags: Sequence[RankLag], pass_count: int, floor_ns: int
+) -> list[RankLag] | NoStraggler:
     """The ranks that are late in most backward passes, the one that is worst most often first."""
     if not lags:
         return "none"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradtrace_analyzer.numerics.hook_promises import FLOAT16_LARGEST, hook_phrase, promise_of
-from gradtrace_analyzer.sql.pipelines import Place as Stage
+from gradtrace_analyzer.sql.pipelines import StagePlace
 from gradtrace_analyzer.words.nouns import module_phrase
 from gradtrace_analyzer.words.numbers import ranks_phrase
 
@@ -40,7 +40,7 @@ class Place:
     out_inf: int
     order: float = 0.0
     infinite_parameter: str | None = None
-    stage: Stage | None = None
+    stage: StagePlace | None = None
 
     @property
     def identity(self) -> tuple[Any, ...]:

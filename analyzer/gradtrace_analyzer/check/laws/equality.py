@@ -9,13 +9,11 @@ from typing import Any
 from gradtrace_analyzer.check.evidence import Evidence, Replica, Rows
 from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
 from gradtrace_analyzer.numerics.hook_promises import hook_phrase
+from gradtrace_analyzer.numerics.tolerance import AS_ADDED_UP
 from gradtrace_analyzer.words.nouns import bucket_phrase, listed
 from gradtrace_analyzer.words.numbers import also_in, counted, possessive, ranks_phrase
 
 _NOT_EQUAL_BY_PROMISE = "the hooks in use do not keep the ranks equal"
-
-# Norms are those of equal tensors up to the order in which they were summed.
-_NORM_ROOM = 1e-6
 
 
 def unequal(full: bool, prefix: str = "") -> str:
@@ -24,9 +22,9 @@ def unequal(full: bool, prefix: str = "") -> str:
     NaN have many bit patterns: tensors that all hold some are not compared.
     """
     by_norms = (
-        f"max({prefix}norm) - min({prefix}norm) > {_NORM_ROOM} * max({prefix}norm) "
+        f"max({prefix}norm) - min({prefix}norm) > {AS_ADDED_UP} * max({prefix}norm) "
         f"OR max({prefix}sum) - min({prefix}sum) > "
-        f"{_NORM_ROOM} * max({prefix}norm) * sqrt(max({prefix}numel)) "
+        f"{AS_ADDED_UP} * max({prefix}norm) * sqrt(max({prefix}numel)) "
         f"OR count(DISTINCT {prefix}inf_count) > 1 OR count(DISTINCT {prefix}nan_count) > 1"
     )
     apart = f"count(DISTINCT {prefix}fingerprint) > 1" if full else by_norms

@@ -48,8 +48,7 @@ WITH last AS (SELECT rank, step, root, parameter_fqn, arg_max(sketch, record_ind
     FROM gradients WHERE point IN ('local', 'reduced') GROUP BY ALL),
 factors AS (
     SELECT f.rank, f.step, r.stage_index, parameter_fqn,
-        list_dot_product(a, f.sketch::DOUBLE[]) / list_dot_product(a, a) AS factor,
-        list_distance([x * factor for x in a], f.sketch::DOUBLE[]) / sqrt(list_dot_product(a, a)) AS rest
+        least_squares_factor(a, f.sketch::DOUBLE[]) AS factor, left_over(a, f.sketch::DOUBLE[], factor) AS rest
     FROM last JOIN gradients f USING (rank, step, root, parameter_fqn) JOIN ({stages_of_roots()}) r USING (rank, root)
     WHERE f.point = 'final' AND len(a) = len(f.sketch) AND list_dot_product(a, a) > 0
         AND f.nan_count + f.inf_count = 0)

@@ -249,7 +249,7 @@ def _group(evidence: Evidence, team: int) -> str:
 
 
 def _passes(count: int) -> str:
-    return "1 backward pass" if count == 1 else f"{count:,} backward passes"
+    return counted(count, "backward pass")
 
 
 # A pass has a row when all its buckets have theirs.

@@ -11,7 +11,8 @@ from gradtrace_analyzer.diff.links import LINKS
 from gradtrace_analyzer.diff.origin import Origin, Reached
 from gradtrace_analyzer.diff.origins.chain_rows import Passage
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.words.numbers import ranks_phrase
+from gradtrace_analyzer.words.nouns import upper_first
+from gradtrace_analyzer.words.numbers import and_more, ranks_phrase, told_apart, verb
 
 _LINK_PHRASE = {
     "parameters": "the parameters",
@@ -37,10 +38,9 @@ def reached_sentence(origin: Origin, others: Collection[int] = ()) -> str:
     said = ""
     for (step, place), ranks in list(by_place.items())[:3]:
         everyone = len(ranks) > 1 and set(ranks) >= set(others) > set()
-        who = "All other ranks" if everyone else ranks_phrase(ranks).capitalize()
-        verb = "differs" if len(ranks) == 1 else "differ"
+        who = "All other ranks" if everyone else upper_first(ranks_phrase(ranks))
         when = "of that step on" if step == origin.step else f"of step {step} on"
-        said += f" {who} {verb} from {place} {when}."
+        said += f" {who} {verb(ranks, 'differs', 'differ')} from {place} {when}."
     if len(by_place) > 3:
         said += f" {len(origin.reached)} ranks inherit from it in all."
     return said
@@ -140,24 +140,13 @@ def chain_objects(answer: Answer) -> list[dict[str, Any]]:
     return [asdict(p) for p in answer.chain]
 
 
-def told_apart(a: float | None, b: float | None) -> tuple[str, str]:
-    """Two numbers with two digits, or as many as it takes to tell them apart."""
-    if a is None or b is None:
-        return ("-" if a is None else f"{a:.2g}", "-" if b is None else f"{b:.2g}")
-    for digits in range(2, 8):
-        if a == b or f"{a:.{digits}g}" != f"{b:.{digits}g}":
-            return f"{a:.{digits}g}", f"{b:.{digits}g}"
-    return f"{a:.7g}", f"{b:.7g}"
-
-
 def _row(p: Passage) -> str:
     key = p.key
     if key.get("node_name") is not None:
         module = key["module_fqn"]
         return f"{'(no module)' if module is None else module or 'root'} ({key['node_name']})"
     if key.get("parameter_fqns"):
-        more = len(key["parameter_fqns"]) - 1
-        return f"{key['parameter_fqns'][0]}" + (f" and {more} more" if more else "")
+        return f"{key['parameter_fqns'][0]}" + and_more(len(key["parameter_fqns"]) - 1)
     if key.get("parameter_fqn") is not None:
         return f"{key['parameter_fqn']} ({key['point']})"
     if "phase" in key:

@@ -6,13 +6,14 @@ from typing import Any
 
 from gradtrace_analyzer.diff.difference import LENGTHS, Change, settings_apart
 from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.words.nouns import bucket_name, listed, module_phrase
+from gradtrace_analyzer.words.numbers import number
 
 
-def bucket_phrase(origin: Origin) -> str:
+def bucket_of(origin: Origin) -> str:
     """`bucket 0 (head.weight and 5 more)`."""
     names = [str(name) for name in origin.difference.key.get("parameter_fqns") or ()]
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"bucket {origin.difference.bucket_index} ({names[0] if names else '?'}{more})"
+    return bucket_name(origin.difference.bucket_index, listed(names) or "?")
 
 
 def size_phrase(origin: Origin) -> str:
@@ -99,7 +100,7 @@ def place_of(origin: Origin) -> str:
     if origin.parameter_fqn is not None:
         return f"{parameter_of(origin)} ({origin.link.replace('_', ' ')})"
     if origin.difference.table == "buckets":
-        return bucket_phrase(origin)
+        return bucket_of(origin)
     if origin.link in ("forward", "rng"):
         return f"{module_of(origin, origin.module_fqn)} ({origin.link})"
     return origin.link
@@ -143,7 +144,7 @@ def row_name(origin: Origin) -> str:
     if origin.parameter_fqn is not None:
         return f"{parameter_of(origin)} ({origin.difference.link.replace('_', ' ')})"
     if origin.difference.table == "buckets":
-        return f"the reduction of {bucket_phrase(origin)} in backward pass {key['backward_index']}"
+        return f"the reduction of {bucket_of(origin)} in backward pass {key['backward_index']}"
     if "name" in key:
         return f"the input {key['name']!r} of call {key['call_index']}"
     if "group_index" in key:
@@ -156,15 +157,6 @@ def row_name(origin: Origin) -> str:
 def node_phrase(origin: Origin) -> str:
     """`blocks.0.mlp (AddmmBackward0)`."""
     return f"{module_of(origin, origin.module_fqn)} ({origin.node_name})"
-
-
-def module_phrase(fqn: str | None, root_name: str | None = None) -> str:
-    """`blocks.0`, or `0 of root 1 (Discriminator)` where there are several roots."""
-    if fqn is None:
-        return "code outside any module"
-    if root_name is None:
-        return fqn or "the root module"
-    return f"{fqn} of {root_name}" if fqn else root_name
 
 
 def module_of(origin: Origin, fqn: str | None) -> str:
@@ -180,8 +172,3 @@ def parameter_of(origin: Origin) -> str:
 def and_others(origin: Origin) -> str:
     """` (and 3 more)`, or nothing."""
     return f" (and {origin.other_count} more)" if origin.other_count > 0 else ""
-
-
-def number(value: Any) -> str:
-    """A value as a person writes it."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
