@@ -76,7 +76,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Endings:
-    """All ranks of an attempt, by rank."""
+    """How all ranks of an attempt ended, or where they are; by rank, those that recorded nothing among them."""
 
     run: Run
     ranks: tuple[Ending, ...]
@@ -90,12 +90,15 @@ class Endings:
         return "unknown" if not states or states & set(_OPEN) else "well"
 
     def of(self, *states: State) -> tuple[Ending, ...]:
-        """The ranks in these states."""
+        """The endings in any of these states, by rank."""
         return tuple(ending for ending in self.ranks if ending.state in states)
 
 
 def endings(run: Run, stuck_seconds: float = STUCK_SECONDS) -> Endings:
-    """How each rank of the run ended, or where it is."""
+    """How each rank of the run ended, or where it is; one that lives is stuck after `stuck_seconds` without an event.
+
+    Of ranks on this machine their processes are asked.
+    """
     with connect([run]) as connection:
         reductions = waits(run, connection)
         stages = under_way(connection)
@@ -181,7 +184,7 @@ def _was_waiting(wait: Wait | None, place: RankPlace | None, last: FailedPass | 
 
 
 def _is_asked(run: Run, rank: int) -> bool:
-    """GRADTRACE_RANKS, as the ranks that recorded say it: `0-3`."""
+    """Whether GRADTRACE_RANKS asked for a rank, as those that recorded say in their settings: `0-3`, none for all."""
     spans = [
         tuple(map(int, str(span).split("-")))
         for info in run.ranks.values()
@@ -210,7 +213,7 @@ def _left_in(facts: Mapping[str, Any]) -> RankPlace | None:
 def _dropped(
     facts: Mapping[str, Any], seen: LastSeen | None
 ) -> dict[str, tuple[int, int | None, int | None]]:
-    """By table: how many rows had no room, and in which steps."""
+    """By table: how many rows had no room in the journal, and the first and last step of those (None: of no step)."""
     if seen is not None and seen.dropped:
         return {name: (drop[0], *_steps(drop[1:])) for name, drop in seen.dropped.items()}
     counts, steps = facts.get("dropped"), facts.get("dropped_steps")

@@ -37,7 +37,7 @@ class FailedPass:
 
     @property
     def said(self) -> str:
-        """`RuntimeError: its first line`."""
+        """The exception as Python shows it, its first line cut at 200 characters: `RuntimeError: its first line`."""
         text = str(self.row["exception_text"] or "").strip()
         first = text.splitlines()[0] if text else ""
         first = first if len(first) <= 200 else f"{first[:200].rstrip()} ..."

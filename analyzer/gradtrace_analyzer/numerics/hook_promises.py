@@ -115,5 +115,5 @@ def may_compress(hook_name: str | None, error: float, rank_count: int) -> bool:
 
 
 def hook_phrase(hook_name: str | None) -> str:
-    """What reduced a bucket, in a sentence."""
+    """What reduced a bucket, in a sentence: the hook's name, or DDP itself."""
     return hook_name or "DDP's own reduction"

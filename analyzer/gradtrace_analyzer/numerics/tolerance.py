@@ -106,7 +106,7 @@ def epsilon(dtype: str | None) -> float:
 
 
 def roundoff(dtype: str | None) -> float:
-    """Unit roundoff of a dtype; 0 for one whose values are exact."""
+    """Unit roundoff of a dtype, by torch's name without `torch.`; 0 for one whose values are exact, and for None."""
     if dtype is None:
         return 0.0
     return ROUNDOFF.get(dtype, _OTHER_FLOAT8 if dtype.startswith("float8") else 0.0)
@@ -149,7 +149,7 @@ class Rule:
         return r / 3 + r * r / 2
 
     def layer(self) -> float:
-        """The relative error that one layer alone may add."""
+        """The relative error that one layer alone may add to what it receives."""
         return CONFIDENCE * self._of_a_layer()
 
     def _of_a_layer(self) -> float:
@@ -208,11 +208,11 @@ class Least:
         return self.scale * self._rule(unit).layer()
 
     def forward(self, unit: float) -> float:
-        """What an output is allowed at least."""
+        """The relative error that a module's output is allowed at least, whatever its step shows."""
         return self.scale * self._rule(unit).forward()
 
     def norm(self, unit: float) -> float:
-        """By how much a link may lengthen what it hands on."""
+        """By how much more than it received a link may hand on at least, as a share of the norm."""
         return self.scale * self._rule(unit).norm()
 
     def of_update(self, gradient_errors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -28,7 +28,7 @@ _MOST_ALIKE = 8  # ranks of which each gets a sentence where they all ended by t
 
 
 def lines(found: Endings, name: str) -> Iterator[str]:
-    """The answer for a terminal."""
+    """The answer for a terminal: a sentence over all, a table, then one for each rank that did not just end."""
     yield f"{name} (attempt {found.run.attempt}): {explanation(found)}"
     yield ""
     yield from table_lines(COLUMNS, [_row(ending) for ending in found.ranks])
@@ -40,7 +40,7 @@ def lines(found: Endings, name: str) -> Iterator[str]:
 
 
 def as_object(found: Endings, name: str) -> dict[str, Any]:
-    """The same for a program."""
+    """The answer as JSON. Keys that do not apply are null."""
     return {
         "run": name,
         "attempt": found.run.attempt,
@@ -89,7 +89,7 @@ def explanation(found: Endings) -> str:
 
 
 def sentence(ending: Ending) -> str:
-    """One rank in a sentence or three."""
+    """How one rank ended or where it is, in a sentence each: state, exception, what it waits for, what was dropped."""
     rank, seen, place = f"Rank {ending.rank}", ending.seen, ending.place
     said: list[str] = []
     if ending.state == "missing":

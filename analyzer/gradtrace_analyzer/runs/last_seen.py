@@ -106,7 +106,7 @@ class LastSeen:
 
     @property
     def last_unix_ns(self) -> int:
-        """Wall time of its last sign of life."""
+        """Its last sign of life: its heartbeat or its last row, whichever is later; nanoseconds since 1970."""
         return max(self.heartbeat_ns, self.wall_start_ns + self.moved_ns)
 
     @property
@@ -126,7 +126,7 @@ class LastSeen:
         return max(0, time.time_ns() - self.wall_start_ns - since_ns)
 
     def as_object(self) -> dict[str, Any]:
-        """For the rank's json, once the journal is gone."""
+        """All fields, to be kept under `left_behind` in the rank's json once the journal is gone: see `of_object`."""
         return asdict(self)
 
 
@@ -139,7 +139,7 @@ def last_seen(run: Run, rank: int) -> LastSeen | None:
 
 
 def of_journal(contents: Contents) -> LastSeen:
-    """What a journal tells."""
+    """Where a rank was and what it dropped, by its journal: from the threads' open Nodes, and where each moved last."""
     header = contents.header
     places = tuple(_places(contents))
     ends = contents.of(NODE_EVENTS)["end_ns"]
@@ -154,7 +154,7 @@ def of_journal(contents: Contents) -> LastSeen:
 
 
 def of_object(kept: object) -> LastSeen | None:
-    """What `as_object` gave, None where it is something else."""
+    """The `LastSeen` of what `as_object` gave, `is_repaired`; None where it is something else, or lacks a field."""
     if not isinstance(kept, dict):
         return None
     known = {field.name for field in fields(RankPlace)}

@@ -37,7 +37,7 @@ class RankInfo:
 
     @property
     def host(self) -> str | None:
-        """Name of its machine, None where it died before it said so."""
+        """The name of its machine; None where the rank died before it said so."""
         host = self.facts.get("host")
         return host if isinstance(host, str) else None
 
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
-        """Ranks of the job that left nothing."""
+        """Ranks of the job's world that left nothing, no json and no journal; none where its size is not known."""
         return tuple(r for r in range(self.world_size or 0) if r not in self.ranks)
 
     @property
@@ -173,7 +173,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _rank_files(run: Path) -> dict[tuple[int, int], Path]:
-    """The ranks' json by (rank, attempt)."""
+    """The paths of the ranks' json, by (rank, attempt), of all attempts."""
     folder = run / layout.RANKS
     found = ((layout.rank_and_attempt(n), n) for n in _names(folder) if n.endswith(".json"))
     return {place: folder / name for place, name in found if place is not None}

@@ -41,7 +41,7 @@ class StagePlace:
 
     @property
     def said(self) -> str:
-        """`stage 2, microbatch 0, weight half`."""
+        """It in words: `stage 2, microbatch 0, weight half`."""
         said = f"stage {self.stage_index}"
         if self.microbatch is not None:
             said += f", microbatch {self.microbatch}"

@@ -94,7 +94,7 @@ def part_paths(runs: Iterable[Run]) -> list[str]:
 
 
 def path_list(paths: Iterable[str]) -> str:
-    """Paths as a SQL list."""
+    """Paths as the text of a SQL list of texts."""
     return f"[{', '.join(map(text_literal, paths))}]"
 
 
@@ -130,7 +130,7 @@ def macros() -> str:
 
 
 def usable_cores() -> int:
-    """How many processors this process may run on."""
+    """How many processors this process may run on, which may be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -231,5 +231,5 @@ def _sql_type(type: pa.DataType) -> str:
 
 
 def text_literal(value: str) -> str:
-    """A SQL literal."""
+    """A text as a SQL literal, in quotes; it may hold any."""
     return "'" + value.replace("'", "''") + "'"

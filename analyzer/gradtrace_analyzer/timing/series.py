@@ -56,7 +56,10 @@ class Samples:
 
 @dataclass(frozen=True)
 class RunSeries:
-    """The samples of one run. `left_out` is the step that was."""
+    """The samples of one run, by place, of the closed `steps`, without the first (`left_out`) where there are several.
+
+    `is_staged`: it has the actions of pipeline stages.
+    """
 
     places: dict[TimedPlace, Samples]
     steps: tuple[int, ...]
@@ -153,6 +156,7 @@ class _Gathered:
         self._per_step: dict[TimedPlace, float] = {}
 
     def add(self, place: TimedPlace, step: int, ns: Any, per_step: float = 1) -> None:
+        """Note what a place took in a step; None, and steps up to the one that is left out, are not counted."""
         if ns is None or (self._after is not None and step <= self._after):
             return
         of_place = self._values.setdefault(place, {})
@@ -160,6 +164,7 @@ class _Gathered:
         self._per_step[place] = max(per_step, self._per_step.get(place, 0))
 
     def places(self) -> dict[TimedPlace, Samples]:
+        """The samples of each place, in the order of its steps."""
         return {
             place: Samples(tuple(values[step] for step in sorted(values)), self._per_step[place])
             for place, values in self._values.items()
@@ -167,7 +172,7 @@ class _Gathered:
 
 
 def run_series(connection: duckdb.DuckDBPyConnection) -> RunSeries:
-    """The samples of the run whose views the connection holds."""
+    """The samples of the run whose views the connection holds, where it makes tables of pipelines and reductions."""
     steps = [
         step
         for (step,) in connection.execute(

@@ -65,12 +65,12 @@ class TimeChange:
 
     @property
     def difference_ns(self) -> int:
-        """What the candidate takes more."""
+        """By how much longer the candidate takes each time; negative where it is faster."""
         return self.candidate_ns - self.baseline_ns
 
     @property
     def step_difference_ns(self) -> float:
-        """The same in a step."""
+        """By how much longer the candidate takes in a whole step."""
         return self.difference_ns * self.per_step
 
     @property
@@ -106,7 +106,7 @@ class Compared:
 
     @property
     def verdict(self) -> Literal["slower", "faster", "mixed", "same", "no_verdict"]:
-        """Over all places."""
+        """Over all places; where some are slower and some faster, the whole step decides, if it changed."""
         verdicts = {change.verdict for change in self.changes}
         if {"slower", "faster"} <= verdicts:
             whole = "same" if self.step is None else self.step.verdict
@@ -116,7 +116,7 @@ class Compared:
 
 
 def compared_runs(baseline: Run, candidate: Run) -> Compared:
-    """The times of two runs, read one after the other."""
+    """The times of two runs, each read by itself, on a connection of its own. See `compared_times`."""
     series = []
     for run in (baseline, candidate):
         with connect([run]) as connection:
@@ -125,7 +125,7 @@ def compared_runs(baseline: Run, candidate: Run) -> Compared:
 
 
 def compared_times(baseline: RunSeries, candidate: RunSeries) -> Compared:
-    """The places that both runs have, judged."""
+    """The places that both runs have, each judged against the spread of its own samples."""
     whole = baseline.places.get(TimedPlace("step"))
     floor = max(
         SMALLEST_NS, SMALLEST_SHARE_OF_STEP * median(whole.values) if whole is not None else 0

@@ -39,7 +39,7 @@ class PartTime:
 
     @property
     def excess_ns(self) -> int:
-        """In a microbatch."""
+        """What it takes in a microbatch beyond what the other stages take; 0 where they have no such part."""
         return 0 if self.other_ns is None else round((self.own_ns - self.other_ns) * self.count)
 
 
@@ -183,7 +183,7 @@ WHERE o.count >= $fewest AND transfer_ns >= $smallest AND transfer_ns >= $times 
 
 
 def judged_stages(connection: duckdb.DuckDBPyConnection) -> StageJudgement:
-    """Whether one stage is slow, from the tables of `pipelines`."""
+    """Whether one stage is slow. Reads the tables of `pipelines`, makes `loads`."""
     connection.execute(_LOADS)
     kinds = _kinds_by_stage(connection)
     if not kinds:
@@ -251,7 +251,7 @@ def _kinds_by_stage(connection: duckdb.DuckDBPyConnection) -> Kinds:
 
 
 def _parts(kinds: Kinds, stage: int) -> list[PartTime]:
-    """The parts of a stage, largest excess first."""
+    """The parts of a stage against the medians of the other stages, largest excess first."""
     by_stage = dict(kinds)
     own = by_stage.pop(stage)
     found = []

@@ -38,7 +38,7 @@ class Floor:
 
     @property
     def reasons(self) -> dict[Literal["smallest", "step", "leaving", "few"], int]:
-        """What each reason asks for."""
+        """The least lag, in nanoseconds, that counts for each reason."""
         return {
             "smallest": SMALLEST_LAG_NS,
             "step": round(SMALLEST_SHARE_OF_STEP * (self.step_ns or 0)),
@@ -48,12 +48,12 @@ class Floor:
 
     @property
     def ns(self) -> int:
-        """The most of them."""
+        """The least lag that counts: the most of what the reasons ask for."""
         return max(self.reasons.values())
 
     @property
     def reason(self) -> Literal["smallest", "step", "leaving", "few"]:
-        """Which asks for most."""
+        """The reason that asks for most, which `ns` follows from."""
         return max(self.reasons, key=lambda reason: self.reasons[reason])
 
 
@@ -238,7 +238,7 @@ ORDER BY end_ns - start_ns - other_ns DESC, event_index LIMIT 1
 
 
 def judgements(paired: Paired, step_ns: int | None) -> tuple[StragglerJudgement, ...]:
-    """An answer for each group, held against the median step."""
+    """Of each group, its lags held against a floor that follows from the median step, `step_ns`, where it is known."""
     measured = {row[0]: row[1:] for row in paired.connection.execute(_FLOORS).fetchall()}
     return tuple(
         _judged(paired, team, step_ns, *measured.get(team.number, (0, 0, 0, 0)))

@@ -23,7 +23,7 @@ def whereabouts_sql(table: str) -> str:
 
 
 def whereabouts(table: str, key: Mapping[str, Any]) -> str | None:
-    """The same words, of the key columns of a row."""
+    """The same words from the key columns of a row, by name without `key_`; None where it has none."""
     if table == "node_events":
         return f"{key['module_fqn'] or OUTSIDE} ({key['node_name']})"
     if table == "buckets":

@@ -26,7 +26,7 @@ def extent(cover: Cover) -> str:
 
 
 def compared(cover: Cover) -> str:
-    """What was compared, with its numbers of rows."""
+    """Ranks and steps that were compared, and the numbers of rows by table; `nothing` where there are none."""
     rows = counts_phrase({table: count for table, count in cover.rows.items() if count})
     return f"{extent(cover)}; {rows}" if cover.steps and rows else "nothing"
 

@@ -55,7 +55,7 @@ def _reached_place(reached: Reached) -> str:
 
 
 def reached_object(reached: Reached) -> dict[str, Any]:
-    """For a program."""
+    """Where an origin reached another rank, as JSON: step, link and what the first row there is of."""
     names = ("root", "module_fqn", "parameter_fqn", "node_name", "stage_index", "microbatch")
     return {
         "rank": reached.rank,
@@ -119,7 +119,7 @@ def _count(alone: int, shared: int) -> str:
 
 
 def chain_lines(answer: Answer) -> Iterator[str]:
-    """The rows around the first origin as a table, itself marked."""
+    """The rows around the first origin as a table, with both sides' norms; origins are marked with `>`."""
     first = answer.chain[0]
     yield f"The chain around the first origin, step {answer.origins[0].step}, rank {first.rank} (norms):"
     rows = []
@@ -136,7 +136,7 @@ def chain_lines(answer: Answer) -> Iterator[str]:
 
 
 def chain_objects(answer: Answer) -> list[dict[str, Any]]:
-    """For a program."""
+    """The same rows as JSON, an object each."""
     return [asdict(p) for p in answer.chain]
 
 

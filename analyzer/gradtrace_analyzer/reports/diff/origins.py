@@ -195,7 +195,7 @@ def origin_sentence(origin: Origin) -> str:
 
 
 def _who(origin: Origin) -> str:
-    """`rank 1`, and where in a pipeline."""
+    """The origin's ranks, and where in a pipeline: `rank 1 (stage 1, microbatch 0, input half)`."""
     who = ranks_phrase(origin.ranks)
     return who if origin.place is None else f"{who} ({origin.place.said})"
 
@@ -223,7 +223,7 @@ def failure_clause(failure: Failure) -> str:
 
 
 def _frozen(origin: Origin) -> str:
-    """That a parameter asks for gradients on one side alone."""
+    """That a parameter asks for gradients on one side alone, and on which it is frozen."""
     side = "baseline" if origin.difference.values["requires_grad"][0] is False else "candidate"
     verb = "are" if origin.other_count else "is"
     also = "" if origin.change is None or not origin.change.differs else " Its value differs too."
@@ -267,7 +267,7 @@ def length_words(change: Change) -> str:
 
 
 def _again(origin: Origin) -> str:
-    """That the same place shows it in further passes."""
+    """That the same place shows it in further passes of the step, and how often."""
     n = origin.repeat_count
     return f" (and {n} {noun(n, 'more time')} in the step, in other passes)" if n else ""
 
@@ -346,7 +346,7 @@ def _follower(origin: Origin) -> str:
 
 
 def nonfinite_sentence(origin: Origin) -> str:
-    """The first value that is finite on one side alone."""
+    """Where the first value is that is finite on one side alone, and what it is on both."""
     d = origin.difference
     if d.table == "node_events":
         what = (

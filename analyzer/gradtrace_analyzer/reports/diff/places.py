@@ -11,7 +11,7 @@ from gradtrace_analyzer.words.numbers import number
 
 
 def bucket_of(origin: Origin) -> str:
-    """`bucket 0 (head.weight and 5 more)`."""
+    """The origin's bucket: `bucket 0 (head.weight and 5 more)`; `?` where its parameters are not known."""
     names = [str(name) for name in origin.difference.key.get("parameter_fqns") or ()]
     return bucket_name(origin.difference.bucket_index, listed(names) or "?")
 
@@ -85,7 +85,7 @@ def _size_of_one(origin: Origin) -> str:
 
 
 def place_of(origin: Origin) -> str:
-    """The place alone, for a list."""
+    """Where an origin is, without step and rank, for a list: `blocks.0.mlp (AddmmBackward0)`, `0.weight (clip)`."""
     if origin.code:
         return "the changed code"
     if origin.failure is not None and origin.node_name is None:
@@ -107,7 +107,7 @@ def place_of(origin: Origin) -> str:
 
 
 def size_of(origin: Origin) -> str:
-    """How it differs, for a list."""
+    """How an origin differs, for a list: `size_phrase`, or the settings that are others."""
     values = origin.difference.values
     if "requires_grad" in values:
         return "requires_grad"
@@ -155,20 +155,20 @@ def row_name(origin: Origin) -> str:
 
 
 def node_phrase(origin: Origin) -> str:
-    """`blocks.0.mlp (AddmmBackward0)`."""
+    """The origin's Node in its module: `blocks.0.mlp (AddmmBackward0)`."""
     return f"{module_of(origin, origin.module_fqn)} ({origin.node_name})"
 
 
 def module_of(origin: Origin, fqn: str | None) -> str:
-    """A module of the origin's root."""
+    """A module of the origin's root, with the root's name where there are several roots."""
     return module_phrase(fqn, origin.root_name)
 
 
 def parameter_of(origin: Origin) -> str:
-    """The origin's parameter."""
+    """The origin's parameter, with the root's name where there are several roots."""
     return module_phrase(origin.parameter_fqn, origin.root_name)
 
 
 def and_others(origin: Origin) -> str:
-    """` (and 3 more)`, or nothing."""
+    """How many more rows of the step differ alike: ` (and 3 more)`, or nothing."""
     return f" (and {origin.other_count} more)" if origin.other_count > 0 else ""

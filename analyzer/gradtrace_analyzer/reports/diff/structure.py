@@ -50,7 +50,7 @@ def code_sentence(origin: Origin, size: str, place: str) -> str:
 
 
 def naming_lines(answer: Answer) -> Iterator[str]:
-    """Which renames were applied, and which may be missing."""
+    """Which renames were applied, and which options may be missing; six of each at most."""
     if answer.renames:
         names = ", ".join(map(str, answer.renames[:6]))
         more = and_more(len(answer.renames) - 6)

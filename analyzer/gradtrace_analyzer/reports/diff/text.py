@@ -39,7 +39,7 @@ from gradtrace_analyzer.words.numbers import ranks_phrase, stages_phrase, told_a
 
 
 def explanation(answer: Answer) -> str:
-    """The one sentence (or two) that a person would say."""
+    """The answer in a sentence or a few, as a colleague would say it: verdict, origin, and what follows from it."""
     cover = answer.cover
     if answer.verdict == "incomparable":
         said = f"Cannot tell: {answer.reason}."
@@ -180,7 +180,7 @@ def lines(answer: Answer, names: tuple[str, str], top: int | None = None) -> Ite
 
 
 def _inheritance(answer: Answer) -> str:
-    """What became of the other ranks."""
+    """Which other ranks, or stages, the first origin reached; and which ranks failed after it."""
     failed = sorted({r for o in answer.inherited if o.failure is not None for r in o.ranks})
     then = f" {upper_first(ranks_phrase(failed))} then failed while no Node ran." if failed else ""
     if not answer.origins:
@@ -219,7 +219,7 @@ def _more(answer: Answer) -> str:
 
 
 def _other_failures(answer: Answer) -> str:
-    """The first failure that is none of the origins."""
+    """The first backward pass that failed on one side and is no origin, nor in the step of one."""
     told = [o.failure for o in answer.origins if o.failure is not None]
     steps = {(f.side, f.step) for f in told}
     left = [f for f in answer.failures if f not in told and (f.side, f.step) not in steps]
@@ -283,7 +283,7 @@ def _largest(entry: Mapping[str, Any]) -> str:
 
 
 def _limited(said: Sequence[str], most: int, what: str) -> Iterator[str]:
-    """Lines, the rest counted."""
+    """`most` lines, indented, and how many are left out."""
     yield from (f"  {line}" for line in said[:most])
     if len(said) > most:
         yield f"  and {len(said) - most} more{what} (--top {len(said)} shows all)"

@@ -68,7 +68,7 @@ def timing_lines(found: Compared, runs: tuple[Run, Run], top: int) -> Iterator[s
 
 
 def sentences(found: Compared, runs: tuple[Run, Run]) -> Iterator[str]:
-    """What a colleague would say of it."""
+    """The verdict, the whole step, up to three causes of each direction, and what makes the times hard to compare."""
     if found.verdict == "no_verdict":
         yield _no_verdict_text(found)
         return
@@ -96,7 +96,7 @@ def sentences(found: Compared, runs: tuple[Run, Run]) -> Iterator[str]:
 
 
 def timing_object(found: Compared, runs: tuple[Run, Run]) -> dict[str, Any]:
-    """The same for a program."""
+    """The same as JSON, with a row for each place of both runs. Times are nanoseconds."""
     return {
         "verdict": found.verdict,
         "explanation": " ".join(sentences(found, runs)),
@@ -114,7 +114,7 @@ def timing_object(found: Compared, runs: tuple[Run, Run]) -> dict[str, Any]:
 
 
 def change_object(change: TimeChange) -> dict[str, Any]:
-    """A place's row."""
+    """A place's row in JSON: what it is of, then its times in nanoseconds and the verdict."""
     return {
         **asdict(change.place),
         "ranks": change.ranks,

@@ -77,7 +77,7 @@ def stage_lines(
 
 
 def headlines(answer: StageAnswer) -> list[str]:
-    """Which stage is slow, which link, and which rank is idle most."""
+    """A sentence each: which stage is slow and why, which link is (where one is), which rank is idle most."""
     said = [_judgement_text(answer.judgement)]
     if answer.link is not None:
         link = answer.link
@@ -100,7 +100,7 @@ def kind_rows(answer: StageAnswer) -> list[tuple[Any, ...]]:
 
 
 def stage_object(answer: StageAnswer, chart: Chart | None) -> dict[str, Any]:
-    """The same for a program. What does not apply is null."""
+    """The answer as JSON. What does not apply is null; times are nanoseconds."""
     judgement = answer.judgement
     slow = judgement.slow
     return {
@@ -199,7 +199,7 @@ def _place_text(place: SlowPlace | None, places_seen: bool) -> str:
 
 
 def _idle_text(idle: Sequence[RankIdle]) -> Iterator[str]:
-    """The rank that is idle most, and what it waits for."""
+    """The rank that is idle most, against the busiest, and what it waits for; nothing where none was seen."""
     if not idle:
         return
     most = max(idle, key=lambda own: own.bubble_share)
@@ -259,7 +259,7 @@ def chart_lines(chart: Chart, line_count: int, width: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:
-    """Lines no wider than that, cut between the clauses."""
+    """Lines of at most `width` characters, cut where a clause ends at `; `."""
     line = ""
     for clause in text.split("; "):
         if line and len(line) + 2 + len(clause) > width:

@@ -33,7 +33,7 @@ def headlines(answer: BucketAnswer) -> list[str]:
 
 
 def judgement_texts(answer: BucketAnswer) -> Iterator[str]:
-    """Groups with a straggler all; of the others a few."""
+    """A text for each group: those with a straggler all, of the others four; the rest is counted."""
     yield from (judgement_text(answer, j) for j in answer.judgements if j.straggler is not None)
     others = [j for j in answer.judgements if j.straggler is None]
     yield from (judgement_text(answer, j) for j in others[:_MOST_GROUPS])
@@ -140,7 +140,7 @@ def _no_straggler_text(judgement: StragglerJudgement) -> str:
 
 
 def _latest_text(lags: Sequence[RankLag]) -> str:
-    """Who is beyond the floor at times, though not usually."""
+    """Which rank most often delays a pass beyond the floor, though not usually; nothing where none does."""
     latest = max(lags, key=lambda lag: (lag.delaying_pass_count, -lag.rank))
     if latest.largest_late_ns is None:
         return ""
@@ -151,7 +151,7 @@ def _latest_text(lags: Sequence[RankLag]) -> str:
 
 
 def _floor_text(floor: Floor) -> str:
-    """The floor and where it comes from."""
+    """The floor, and where it comes from: `1.00 ms (less is not worth a word)`."""
     why = {
         "smallest": "less is not worth a word",
         "step": f"{SMALLEST_SHARE_OF_STEP:.0%} of the median step, {ms_text(floor.step_ns)}",
@@ -184,7 +184,7 @@ def host_clock_text(clock: HostClock) -> str:
 
 
 def parameters_text(bucket: Bucket) -> str:
-    """`head.weight and 3 more`."""
+    """A bucket's first parameter and how many more it holds: `head.weight and 3 more`."""
     first = next(iter(bucket.parameter_fqns), "no parameter")
     more = bucket.parameter_count - 1
     return f"{first} and {more:,} more" if more > 0 else first

@@ -91,7 +91,7 @@ def step_rows(ranks: Sequence[RankSteps]) -> list[tuple[Any, ...]]:
 
 
 def summary_object(ranks: Sequence[RankSteps], answer: BucketAnswer | None) -> dict[str, Any]:
-    """The same for a program."""
+    """The answer as JSON: a row for each rank with the columns of `step_rows`, and the headlines of the buckets."""
     return {
         "ranks": [dict(zip(STEP_COLUMNS, row, strict=True)) for row in step_rows(ranks)],
         "headlines": [] if answer is None else headlines(answer),
@@ -133,7 +133,7 @@ def bucket_rows(answer: BucketAnswer) -> list[tuple[Any, ...]]:
 
 
 def bucket_object(answer: BucketAnswer) -> dict[str, Any]:
-    """The same for a program. What does not apply is null."""
+    """The answer as JSON. What does not apply is null; times are nanoseconds."""
     return {
         "median_step_ns": answer.step_ns,
         "groups": [_judgement_object(answer, judgement) for judgement in answer.judgements],
@@ -275,7 +275,7 @@ def _bucket_table(answer: BucketAnswer) -> Iterator[str]:
 
 
 def _model(bucket: Bucket) -> str:
-    """`root 0`, or `root 1, trunk` where DDP wraps a part of it."""
+    """The model of a bucket: `root 0`, or `root 1, trunk` where DDP wraps a part of it."""
     return ", ".join([f"root {bucket.root}", *([bucket.module_fqn] if bucket.module_fqn else [])])
 
 
