@@ -25,7 +25,7 @@ from gradtrace_analyzer.runs.run import RankInfo, Run
 from gradtrace_analyzer.sql.footers import table_counts
 from gradtrace_schemas import ALL_TABLES, SCHEMA_VERSION, TABLES
 from gradtrace_schemas.table import SKETCH_LANES
-from support.synthetic import facts_of, part_rows
+from support.synthetic_runs.builder import facts_of, part_rows
 
 Row = dict[str, Any]
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]

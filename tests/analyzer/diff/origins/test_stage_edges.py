@@ -29,7 +29,7 @@ from support.differences import (
     parameter,
     unchanged,
 )
-from support.synthetic import summary_columns
+from support.synthetic_runs.builder import summary_columns
 
 # Rank 0 holds stages 0 and 2, of roots 0 and 1; its actions end at these places.
 ENDS: Mapping[str, list[tuple[float, Place]]] = {

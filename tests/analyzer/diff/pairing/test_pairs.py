@@ -18,7 +18,7 @@ from gradtrace_analyzer.diff.pairing.pairs import (
     within,
 )
 from support.differences import Row, Rows, each_step, paired, started, views
-from support.synthetic import summary_columns
+from support.synthetic_runs.builder import summary_columns
 
 
 def link_table(name: str) -> LinkTable:

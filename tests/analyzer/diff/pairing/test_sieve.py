@@ -12,7 +12,7 @@ from gradtrace_analyzer.diff.pairing.sieve import sieved
 from gradtrace_analyzer.diff.pairing.tally import Sieved
 from gradtrace_analyzer.numerics.tolerance import Least
 from support.differences import Row
-from support.synthetic import add_part, summary_columns
+from support.synthetic_runs.builder import add_part, summary_columns
 
 ALL_STEPS = frozenset(range(9))
 

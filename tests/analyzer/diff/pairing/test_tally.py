@@ -16,7 +16,7 @@ from gradtrace_analyzer.diff.pairing.tally import (
     tallied,
 )
 from support.differences import Row, each_step, paired
-from support.synthetic import summary_columns
+from support.synthetic_runs.builder import summary_columns
 
 
 def tally(
