@@ -6,8 +6,6 @@ becomes a notice, which commands print on stderr. What the rows mean is left to 
 
 from __future__ import annotations
 
-from gradtrace_analyzer.words.numbers import spans, ranks_phrase
-
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,6 +18,7 @@ import pyarrow as pa
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
 from gradtrace_analyzer.runs.journals import Journal, found_journals, leftover_rows, without_gap
 from gradtrace_analyzer.runs.parts import DamagedPart, Part, found_parts
+from gradtrace_analyzer.words.numbers import ranks_phrase, spans
 from gradtrace_schemas import SCHEMA_VERSION, TABLES, layout
 from gradtrace_schemas.journal_reader import Contents
 
@@ -125,10 +124,6 @@ def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
     damage = [d for d in damaged if d.part.attempt == chosen]
     notices = tuple(_notices(run, recorded, damage, journals))
     return replace(run, damaged=tuple(damage), notices=notices)
-
-
-
-
 
 
 def require_run(place: Path) -> None:
