@@ -30,9 +30,12 @@ def steps_phrase(steps: Iterable[int]) -> str:
 
 def counted(count: int, what: str) -> str:
     """`1 bucket`, `3 buckets`."""
-    if count == 1:
-        return f"1 {what}"
-    return f"{count:,} {what}es" if what.endswith("ss") else f"{count:,} {what}s"
+    return f"1 {what}" if count == 1 else f"{count:,} {plural(what)}"
+
+
+def plural(what: str) -> str:
+    """`buckets`, `backward passes`."""
+    return f"{what}es" if what.endswith("ss") else f"{what}s"
 
 
 def also_in(steps: Sequence[int], first: int) -> str:
