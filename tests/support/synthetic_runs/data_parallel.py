@@ -15,7 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from click.testing import CliRunner
 
+from gradtrace_analyzer.check.check import opened_evidence
+from gradtrace_analyzer.check.law import Findings, Law
 from gradtrace_analyzer.cli import analyzer
+from gradtrace_analyzer.runs.run import open_run
 from support.synthetic_runs.builder import build_run, summary_columns
 
 Array = npt.NDArray[Any]
@@ -180,6 +183,21 @@ def checked(
         raise result.exception
     answer: dict[str, Any] = json.loads(result.stdout)
     return {**answer, "exit_code": result.exit_code}
+
+
+def findings(
+    folder: Path,
+    law: Law,
+    rows: Rows,
+    *,
+    rank_count: int = 2,
+    compressing: Sequence[str] = (),
+    **build: Any,
+) -> Findings:
+    """What one law finds in these rows, no other law asked."""
+    run = open_run(build_run(folder / "run", rows, world_size=rank_count, **build))
+    with opened_evidence(run, compressing) as evidence:
+        return law(evidence)
 
 
 def laws(answer: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from gradtrace_analyzer.check.evidence import Evidence
-from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
+from gradtrace_analyzer.check.law import Findings, Violation, law, outcome
 from gradtrace_analyzer.numerics.sketches import closest_multiple, is_same_factor
 from gradtrace_analyzer.numerics.tolerance import LANE_EPSILON, LAW_ULPS, epsilon
 from gradtrace_analyzer.sql.pipelines import stages_of_roots
@@ -68,6 +68,14 @@ class _Changed:
     factor: float | None
 
 
+@law(
+    "gradients_accumulate",
+    "warning",
+    unit="accumulation",
+    doc="After a backward pass `.grad` holds what it held before in the step plus what arrived, or what arrived alone "
+    "(it was reset): nothing else changes it between passes.",
+    after=["actions_complete"],
+)
 def gradients_accumulate(evidence: Evidence) -> Findings:
     """Report the first passes before which `.grad` was changed outside backward."""
     [(most,)] = evidence.rows(
@@ -87,7 +95,6 @@ def gradients_accumulate(evidence: Evidence) -> Findings:
             "a gradient was changed between two of them is seen by no law (gradients_accumulate did not judge them)."
         )
     return outcome(
-        Law.GRADIENTS_ACCUMULATE,
         list(_told(evidence, found)),
         compared,
         "no gradient was accumulated onto one that was recorded before it in its step",
@@ -155,8 +162,7 @@ def _told(evidence: Evidence, found: Sequence[_Changed]) -> Iterator[Violation]:
                 f" ({noun(len(stages), 'stage')} {listed_stages}, microbatch {first.microbatch})"
             )
             more += _divided_again(first.factor, {count for _, count in stages})
-        yield violation(
-            Law.GRADIENTS_ACCUMULATE,
+        yield gradients_accumulate.violation(
             first.step,
             f"Step {first.step}, {ranks_phrase(ranks)}{where}: {began} pass {index}, `.grad` of {listed(names, 2)} was "
             f"{_how(same)} outside backward.{more}",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gradtrace_analyzer.check.evidence import Evidence
-from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
+from gradtrace_analyzer.check.law import Findings, Violation, law, not_judged, outcome
 from gradtrace_analyzer.numerics.sketches import factor_between, relative_error
 from gradtrace_analyzer.numerics.tolerance import epsilon
 from gradtrace_analyzer.sql.pipelines import PHASES, make_handed, stepless_ranks
@@ -71,10 +71,18 @@ ORDER BY step, start_ns
 """
 
 
+@law(
+    "handovers_equal",
+    "error",
+    unit="handover",
+    doc="What a pipeline stage receives is bit for bit what its neighbour sent for that microbatch: activations from "
+    "the stage before, gradients from the one after.",
+    after=["passes_complete"],
+)
 def handovers_equal(evidence: Evidence) -> Findings:
     """Report for each boundary the first thing that was not received as it was sent."""
     if not make_handed(evidence.connection):
-        return without_stages(evidence, Law.HANDOVERS_EQUAL)
+        return without_stages(evidence)
     stepless = stepless_ranks(evidence.connection)
     evidence.connection.execute(
         "DELETE FROM neighbours WHERE list_contains($1, rank) OR list_contains($1, other_rank)",
@@ -95,14 +103,14 @@ def handovers_equal(evidence: Evidence) -> Findings:
             f"{upper_first(who)} ran no optimizer, so that every run of the schedule there counts as one step: "
             "what was handed on is not compared there; gradtrace_recorder.step(n) tells steps apart."
         )
-    return outcome(Law.HANDOVERS_EQUAL, violations, compared, NOT_BOTH, notes=notes)
+    return outcome(violations, compared, NOT_BOTH, notes=notes)
 
 
-def without_stages(evidence: Evidence, law: Law) -> Findings:
+def without_stages(evidence: Evidence) -> Findings:
     """The findings of a law about stages where there are none: a run that is no pipeline lacks nothing."""
     if evidence.rows("SELECT 1 FROM backward_passes LIMIT 1"):
         return Findings()
-    return Findings((), {}, {law: NO_STAGE})
+    return not_judged(NO_STAGE)
 
 
 def _named(
@@ -118,8 +126,7 @@ def _missing(row: Mapping[str, Any]) -> Violation:
     then = f"Rank {row['receiver']} waits for it."
     if row["is_moved"]:
         then = f"What rank {row['rank']} sent after it came in the place of other things."
-    return violation(
-        Law.HANDOVERS_EQUAL,
+    return handovers_equal.violation(
         row["step"],
         f"Step {row['step']}, microbatch {row['microbatch']}: the {what} that stage {row['stage_index']} (rank "
         f"{row['rank']}) made for stage {row['other_stage']} (rank {row['receiver']}) never came there: the send is "
@@ -152,8 +159,7 @@ def _told(evidence: Evidence, row: Mapping[str, Any]) -> Iterator[Violation]:
         factor, why = _difference(evidence, row)
         said = f"{verb} not what was sent{why}"
     more = f" So {row['like_it']:,} times." if row["like_it"] > 1 else ""
-    yield violation(
-        Law.HANDOVERS_EQUAL,
+    yield handovers_equal.violation(
         row["step"],
         f"{start}{said}.{more}",
         rank=row["rank"],

@@ -1,15 +1,15 @@
-"""How an explanation of a bucket that is not the mean is said."""
+"""How it is said what a bucket is that is not the mean, and why."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradtrace_analyzer.check.laws.mean import Explanation
+from gradtrace_analyzer.check.laws.mean import DeviationCause
 from gradtrace_analyzer.words.numbers import ranks_phrase
 
 
 @dataclass(frozen=True)
-class Place:
+class BucketPlace:
     """Where a bucket is not the mean: the group's ranks, the hook, and the ranks that came out so.
 
     `stale_since` is the earlier step in which the very same came out.
@@ -21,31 +21,31 @@ class Place:
     stale_since: int | None = None
 
 
-def odd_rank(e: Explanation, place: Place) -> int | None:
+def odd_rank(cause: DeviationCause, place: BucketPlace) -> int | None:
     """The rank to blame: whose contribution it is, or the only one on which it is so."""
-    if e.kind == "contribution" and e.contributor is not None:
-        return place.group_ranks[e.contributor]
+    if cause.kind == "contribution" and cause.contributor is not None:
+        return place.group_ranks[cause.contributor]
     return place.ranks[0] if len(place.ranks) == 1 else None
 
 
-def said(e: Explanation, place: Place) -> str:
+def cause_phrase(cause: DeviationCause, place: BucketPlace) -> str:
     """What a bucket is instead of the mean, and why: behind `it is`."""
     size = len(place.group_ranks)
-    if e.kind == "factor" and e.factor is not None:
-        return f"{_times(e.factor)} the mean of the {size} ranks' buckets{_why_factor(e.factor, place)}"
-    if e.kind == "contribution" and e.factor is not None and e.contributor is not None:
-        rank = place.group_ranks[e.contributor]
-        return f"not the mean of the {size} ranks' buckets: rank {rank}'s contribution {_fate(e.factor)}"
-    if e.kind == "unreduced":
+    if cause.kind == "factor" and cause.factor is not None:
+        return f"{_times(cause.factor)} the mean of the {size} ranks' buckets{_why_factor(cause.factor, place)}"
+    if cause.kind == "contribution" and cause.factor is not None and cause.contributor is not None:
+        rank = place.group_ranks[cause.contributor]
+        return f"not the mean of the {size} ranks' buckets: rank {rank}'s contribution {_fate(cause.factor)}"
+    if cause.kind == "unreduced":
         who = "the rank" if len(place.ranks) == 1 else "each rank"
         return f"still {who}'s own bucket, not reduced at all: {_who_skipped(place)} skipped the reduction"
-    if e.kind == "share":
+    if cause.kind == "share":
         return (
             f"the rank's own bucket divided by {size}, the other ranks' missing: it was divided but not "
             f"summed, so {_who_skipped(place)} skipped the reduction"
         )
-    if e.kind == "subset":
-        among = tuple(place.group_ranks[k] for k in e.subset)
+    if cause.kind == "subset":
+        among = tuple(place.group_ranks[k] for k in cause.subset)
         return (
             f"the mean of the buckets of {ranks_phrase(among)} alone, not of the {size} ranks': it was reduced over "
             "another group"
@@ -56,7 +56,7 @@ def said(e: Explanation, place: Place) -> str:
             "result of that step was handed out again"
         )
     return (
-        f"{e.relative_error:.1e} away from the mean of the {size} ranks' buckets (relative, estimated within 18%), "
+        f"{cause.relative_error:.1e} away from the mean of the {size} ranks' buckets (relative, estimated within 18%), "
         "which no factor, and no missing or repeated contribution, explains"
     )
 
@@ -65,7 +65,7 @@ def _times(factor: float) -> str:
     return "all zero, not" if abs(factor) < 1e-6 else f"{factor:.4g} times"
 
 
-def _why_factor(factor: float, place: Place) -> str:
+def _why_factor(factor: float, place: BucketPlace) -> str:
     size = len(place.group_ranks)
     who = "DDP" if place.hook is None else "the hook"
     if abs(factor) < 1e-6:
@@ -87,5 +87,5 @@ def _fate(factor: float) -> str:
     return f"is scaled by {1 + factor:.4g}"
 
 
-def _who_skipped(place: Place) -> str:
+def _who_skipped(place: BucketPlace) -> str:
     return ranks_phrase(place.ranks)

@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gradtrace_analyzer.check.law import Findings
+from gradtrace_analyzer.check.laws.accumulation import gradients_accumulate
 from support.synthetic_runs.builder import summary_columns
-from support.synthetic_runs.data_parallel import checked, violation
+from support.synthetic_runs.data_parallel import Job, checked, findings, violation
 
 NAMES = ("a.weight", "a.bias")
 
@@ -90,3 +92,18 @@ def test_gradient_that_is_reduced_outside_buckets_is_not_judged(tmp_path: Path) 
         row["ddp_sync"] = "sync"
     answer = checked(tmp_path, rows, rank_count=1)
     assert "gradients_accumulate" in answer["not_judged"]
+
+
+def test_gradient_without_its_size_is_not_judged(tmp_path: Path) -> None:
+    rows = passes(change=0.25)
+    for row in rows["gradients"]:
+        row["numel"] = None
+    found = findings(tmp_path, gradients_accumulate, rows, rank_count=1)
+    assert (list(found.violations), found.compared) == ([], 0)
+    assert found.not_judged == (
+        "no gradient was accumulated onto one that was recorded before it in its step"
+    )
+
+
+def test_step_of_one_pass_lacks_nothing(tmp_path: Path) -> None:
+    assert findings(tmp_path, gradients_accumulate, Job().made()) == Findings()

@@ -3,9 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from support.synthetic_runs.data_parallel import Job, Rows, checked, edit, laws
+from gradtrace_analyzer.check.laws.finite import values_finite
+from support.synthetic_runs.builder import summary_columns
+from support.synthetic_runs.data_parallel import Job, Rows, checked, edit, findings, laws
+from support.synthetic_runs.pipeline import handed, pipeline, row_of
 
 NAN, INF = {"nan_count": 2}, {"inf_count": 3}
 
@@ -232,3 +236,53 @@ def test_nan_of_a_module_with_an_infinite_parameter_is_made_of_it(tmp_path: Path
     assert (
         "is born in head out of the infinity in parameter head.weight." in (found[0]["explanation"])
     )
+
+
+def test_rank_whose_stage_received_a_nan_inherits_it(tmp_path: Path) -> None:
+    values = handed("forth", 0, 0, 0, 0)
+    values[3] = np.nan
+    born = {"step": 0, "root": 0, "module_fqn": "", "phase": "forward", "call_index": 0, "depth": 0}
+    given = summary_columns(handed("forth", 9, 0, 0, 0), "input_")
+    calls = [
+        {**born, "rank": 0, **given, **summary_columns(values, "output_")},
+        {
+            **born,
+            "rank": 1,
+            **summary_columns(values, "input_"),
+            **summary_columns(values, "output_"),
+        },
+    ]
+    rows = {"module_calls": calls, **pipeline()}
+    row_of(rows, rank=0, step=0, microbatch=0, kind="forward").update(
+        summary_columns(values, "sent_")
+    )
+    row_of(rows, rank=1, step=0, microbatch=0, kind="forward").update(
+        summary_columns(values, "received_")
+    )
+    (found,) = births(checked(tmp_path, rows))
+    assert (found["rank"], found["stage_index"], found["phase"]) == (0, 0, "forward")
+    assert found["explanation"] == (
+        "Step 0, rank 0 (stage 0, microbatch 0, forward): the first NaN is born in the root module, whose input is "
+        "finite. Rank 1 got it through what its stages received."
+    )
+
+
+def test_run_without_values_is_not_judged(tmp_path: Path) -> None:
+    found = findings(tmp_path, values_finite, {"steps": [{"step": 0}]})
+    assert (list(found.violations), found.compared) == ([], 0)
+    assert found.not_judged == "nothing was recorded with values"
+
+
+def test_birth_has_its_place(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(
+        rows,
+        "node_events",
+        {"rank": 1, "step": 1, "event_index": 1},
+        **prefixed("grad_input_", NAN),
+    )
+    found = findings(tmp_path, values_finite, rows)
+    (v,) = found.violations
+    assert (v.law, v.severity, v.step, v.rank) == (values_finite, "error", 1, 1)
+    assert (v.ranks, v.root, v.module_fqn, v.node_name) == ((1,), 0, "head", "AddmmBackward0")
+    assert (v.event_index, v.backward_index, v.count, found.compared) == (1, 0, 2, 150)

@@ -1,87 +1,28 @@
-"""The warnings: data, stale forwards, buckets that were not launched, wrappers passed by, passes that do not match."""
+"""The laws of backward passes: complete, through the wrapper, reduced by the last, equally many, every bucket out."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gradtrace_analyzer.check.laws.passes import (
+    buckets_launched,
+    last_pass_reduces,
+    passes_complete,
+    passes_match,
+    wrapper_called,
+)
 from support.synthetic_runs.data_parallel import (
     Job,
     Rows,
     checked,
     edit,
+    findings,
     laws,
     matching,
     remove,
     violation,
 )
-
-
-def first(rows: Rows, table: str, **where: Any) -> dict[str, Any]:
-    return matching(rows, table, **where)[0]
-
-
-def summary(row: dict[str, Any]) -> dict[str, Any]:
-    names = ("numel", "norm", "sum", "abs_max", "fingerprint", "sketch")
-    return {name: row[name] for name in names}
-
-
-def test_ranks_with_the_same_inputs_are_told(tmp_path: Path) -> None:
-    rows = Job(3).made()
-    for step in range(3):
-        same = summary(first(rows, "inputs", rank=0, step=step))
-        edit(rows, "inputs", {"rank": 2, "step": step}, **same)
-    answer = checked(tmp_path, rows, rank_count=3)
-    found = violation(answer, "data_differ")
-    assert (found["ranks"], found["count"], found["severity"]) == ([0, 2], 3, "warning")
-    assert found["explanation"] == (
-        "Step 0: ranks 0,2 were fed bit-equal inputs, in every step: they train on the same data."
-    )
-    assert answer["verdict"] == "clean" and answer["exit_code"] == 0
-
-
-def test_steps_with_the_same_inputs_are_listed(tmp_path: Path) -> None:
-    rows = Job().made()
-    edit(rows, "inputs", {"rank": 1, "step": 1}, **summary(first(rows, "inputs", rank=0, step=1)))
-    assert "in step 1:" in violation(checked(tmp_path, rows), "data_differ")["explanation"]
-
-
-def test_scalars_and_constants_are_no_data(tmp_path: Path) -> None:
-    rows = Job().made()
-    edit(rows, "inputs", {}, norm=4.0, abs_max=1.0, sum=16.0, fingerprint=5)
-    answer = checked(tmp_path, rows)
-    assert laws(answer) == [] and "no inputs were recorded" in answer["not_judged"]["data_differ"]
-
-
-def test_gradients_of_the_step_before_are_stale(tmp_path: Path) -> None:
-    rows = Job().made()
-    for row in matching(rows, "gradients", rank=1, step=2, point="local"):
-        where = {"rank": 1, "step": 1, "point": "local", "parameter_fqn": row["parameter_fqn"]}
-        row.update(summary(first(rows, "gradients", **where)))
-    found = violation(checked(tmp_path, rows), "forward_is_fresh")
-    assert (found["step"], found["rank"], found["count"]) == (2, 1, 1)
-    assert "3 gradients are bit-equal to those of step 1" in found["explanation"]
-
-
-def test_gradients_may_repeat_where_parameters_did_not_change_or_one_differs(
-    tmp_path: Path,
-) -> None:
-    rows = Job().made()
-    for row in matching(rows, "gradients", rank=1, step=2, point="local")[1:]:
-        where = {"rank": 1, "step": 1, "point": "local", "parameter_fqn": row["parameter_fqn"]}
-        row.update(summary(first(rows, "gradients", **where)))
-    assert laws(checked(tmp_path, rows)) == []
-    for rank in range(2):
-        for row in matching(rows, "gradients", step=2, rank=rank, point="local"):
-            where = {
-                "rank": rank,
-                "step": 1,
-                "point": "local",
-                "parameter_fqn": row["parameter_fqn"],
-            }
-            row.update(summary(first(rows, "gradients", **where)))
-    edit(rows, "parameters", {}, fingerprint=9)
-    assert "forward_is_fresh" not in laws(checked(tmp_path / "b", rows))
 
 
 def test_parameters_left_out_of_every_bucket_are_told_with_those_that_are_why(
@@ -287,3 +228,105 @@ def test_last_pass_of_a_rank_that_was_cut_off_is_judged_too(tmp_path: Path) -> N
     remove(rows, "buckets", step=2, rank=0)
     remove(rows, "gradients", step=2, rank=0, point="reduced")
     assert "buckets_launched" in laws(checked(tmp_path, rows, unclosed=(0,)))
+
+
+NO_PASS = "no backward pass of a DDP model was recorded"
+
+
+def test_complete_passes_are_counted(tmp_path: Path) -> None:
+    found = findings(tmp_path, passes_complete, Job().made())
+    assert (found.violations, found.compared) == ([], 6)
+
+
+def test_failed_pass_has_its_place(tmp_path: Path) -> None:
+    rows = Job().made()
+    failed(rows, 1, 2)
+    (v,) = findings(tmp_path, passes_complete, rows).violations
+    assert (v.law, v.severity, v.step, v.rank) == (passes_complete, "error", 2, 1)
+    assert (v.ranks, v.microbatch, v.backward_index, v.event_index) == ((1,), 0, 0, 3)
+    assert (v.root, v.module_fqn, v.node_name, v.count) == (0, "head", "MulBackward0", 1)
+
+
+def test_run_without_passes_is_not_judged(tmp_path: Path) -> None:
+    rows = Job().made()
+    remove(rows, "backward_passes")
+    found = findings(tmp_path, passes_complete, rows)
+    assert (found.compared, found.not_judged) == (0, "no backward pass was recorded")
+
+
+def test_passes_through_the_wrapper_are_counted(tmp_path: Path) -> None:
+    found = findings(tmp_path, wrapper_called, Job().made())
+    assert (found.violations, found.compared) == ([], 6)
+
+
+def test_bypassed_wrapper_has_its_place(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "backward_passes", {"step": 1, "rank": 1}, ddp_sync="bypassed", microbatch=0)
+    edit(rows, "backward_passes", {"step": 2}, ddp_sync="bypassed")
+    (v,) = findings(tmp_path, wrapper_called, rows).violations
+    assert (v.law, v.severity, v.step, v.rank) == (wrapper_called, "warning", 1, 1)
+    assert (v.ranks, v.backward_index, v.microbatch, v.count) == ((1,), 0, 0, 2)
+
+
+def test_models_that_ddp_does_not_wrap_are_not_judged(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "backward_passes", {}, ddp_sync=None)
+    found = findings(tmp_path / "wrapper", wrapper_called, rows)
+    assert (found.compared, found.not_judged) == (0, NO_PASS)
+    found = findings(tmp_path / "last", last_pass_reduces, rows)
+    assert (found.compared, found.not_judged) == (0, NO_PASS)
+    found = findings(tmp_path / "buckets", buckets_launched, rows)
+    assert (found.compared, found.not_judged) == (0, NO_PASS)
+
+
+def test_last_passes_that_reduce_are_counted_by_the_optimizers_step(tmp_path: Path) -> None:
+    found = findings(tmp_path, last_pass_reduces, Job().made())
+    assert (found.violations, found.compared) == ([], 6)
+
+
+def test_last_pass_under_no_sync_has_its_place(tmp_path: Path) -> None:
+    rows = Job().made()
+    edit(rows, "backward_passes", {"step": 1, "rank": 1}, ddp_sync="no_sync")
+    (v,) = findings(tmp_path, last_pass_reduces, rows).violations
+    assert (v.law, v.severity, v.step, v.rank) == (last_pass_reduces, "warning", 1, 1)
+    assert (v.ranks, v.backward_index, v.microbatch, v.count) == ((1,), 0, 0, 1)
+    assert v.explanation == (
+        "Step 1, rank 1: the last backward pass before the optimizer was under no_sync, and there was no other: the "
+        "gradients were never reduced. So in 1 step."
+    )
+
+
+def test_equal_numbers_of_passes_are_counted_by_the_step(tmp_path: Path) -> None:
+    found = findings(tmp_path, passes_match, Job(3).made(), rank_count=3)
+    assert (found.violations, found.compared) == ([], 3)
+
+
+def test_ranks_that_count_differently_have_their_place(tmp_path: Path) -> None:
+    rows = Job(3).made()
+    edit(rows, "steps", {"rank": 2, "step": 1}, backward_count=3)
+    (v,) = findings(tmp_path, passes_match, rows, rank_count=3).violations
+    assert (v.law, v.severity, v.step, v.rank) == (passes_match, "warning", 1, 2)
+    assert (v.ranks, v.group, v.count) == ((2,), "0", 1)
+
+
+def test_numbers_of_passes_of_one_rank_are_not_judged(tmp_path: Path) -> None:
+    rows = Job().made()
+    found = findings(tmp_path / "one", passes_match, rows, absent=(1,))
+    assert found.not_judged == "of no data-parallel group more than one rank was recorded"
+    remove(rows, "steps", rank=1)
+    found = findings(tmp_path / "steps", passes_match, rows)
+    assert (found.compared, found.not_judged) == (0, "no step was recorded on two ranks")
+
+
+def test_passes_that_launched_all_are_counted(tmp_path: Path) -> None:
+    found = findings(tmp_path, buckets_launched, Job().made())
+    assert (found.violations, found.compared) == ([], 6)
+
+
+def test_bucket_that_was_not_launched_has_its_place(tmp_path: Path) -> None:
+    rows = Job().made()
+    remove(rows, "buckets", rank=1, step=1, bucket_index=1)
+    (v,) = findings(tmp_path, buckets_launched, rows).violations
+    assert (v.law, v.severity, v.step, v.rank) == (buckets_launched, "warning", 1, 1)
+    assert (v.ranks, v.group, v.backward_index, v.microbatch) == ((1,), "0", 0, 0)
+    assert (v.root, v.module_fqn, v.parameter_fqn, v.count) == (0, "", "body.weight", 1)

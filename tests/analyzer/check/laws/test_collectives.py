@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from gradtrace_analyzer.check.laws.collectives import collectives_match
 from support.synthetic_runs.data_parallel import (
     Job,
     Rows,
     checked,
     edit,
+    findings,
     laws,
     matching,
     remove,
@@ -161,3 +163,27 @@ def test_hooks_that_chain_are_paired_in_order_where_steps_are_apart(tmp_path: Pa
     found = [v for v in answer["violations"] if v["law"] == "collectives_match"]
     assert "of step 0 was reduced with rank 1's of step 1" in found[0]["explanation"]
     assert len(found) == 1
+
+
+def test_reductions_that_belong_together_are_counted(tmp_path: Path) -> None:
+    found = findings(tmp_path, collectives_match, Job(3).made(), rank_count=3)
+    assert (found.violations, found.compared) == ([], 6)
+
+
+def test_run_without_buckets_or_group_has_no_collectives_to_judge(tmp_path: Path) -> None:
+    rows = Job().made()
+    del rows["buckets"]
+    found = findings(tmp_path / "buckets", collectives_match, rows)
+    assert (found.compared, found.not_judged) == (0, "no bucket was recorded")
+    del rows["groups"]
+    found = findings(tmp_path / "groups", collectives_match, rows)
+    assert found.not_judged == "no data-parallel group was recorded"
+
+
+def test_mismatch_has_its_place(tmp_path: Path) -> None:
+    rows = Job(3).made()
+    edit(rows, "buckets", {"rank": 2, "step": 1, "bucket_index": 1}, parameter_fqns=["head.other"])
+    (v,) = findings(tmp_path, collectives_match, rows, rank_count=3).violations
+    assert (v.law, v.severity, v.step, v.rank) == (collectives_match, "error", 1, 2)
+    assert (v.ranks, v.group, v.bucket_index, v.backward_index) == ((2,), "0", 1, 0)
+    assert (v.root, v.module_fqn, v.hook_name, v.count) == (0, "", None, 1)

@@ -1,4 +1,4 @@
-"""`reduction_is_mean` and `gradients_equal`: what came out of a reduction, and why it is not the mean."""
+"""`reduction_is_mean`: what came out of a reduction, and why it is not the mean."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,7 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.synthetic_runs.data_parallel import Array, Job, Rows, checked, edit, laws, violation
+from gradtrace_analyzer.check.laws.reductions import reduction_is_mean
+from support.synthetic_runs.data_parallel import (
+    Array,
+    Job,
+    Rows,
+    checked,
+    edit,
+    findings,
+    laws,
+    mean,
+    violation,
+)
 
 MINE = "__main__.my_hook"
 
@@ -248,41 +259,6 @@ def test_shadow_of_a_joined_rank_counts_as_zeros(tmp_path: Path) -> None:
     assert answer["judged"]["reduction_is_mean"] == 6
 
 
-def test_reduced_gradient_that_differs_while_buckets_agree_broke_after_the_reduction(
-    tmp_path: Path,
-) -> None:
-    rows = Job(3).made()
-    edit(
-        rows,
-        "gradients",
-        {"rank": 2, "step": 1, "point": "reduced", "parameter_fqn": "head.bias"},
-        fingerprint=17,
-    )
-    answer = checked(tmp_path, rows, rank_count=3)
-    assert laws(answer) == ["gradients_equal"]
-    [found] = answer["violations"]
-    assert (found["step"], found["rank"], found["parameter_fqn"]) == (1, 2, "head.bias")
-    assert found["explanation"] == (
-        "Step 1: rank 2's reduced gradient of head.bias differs from that of ranks 0-1. "
-        "The buckets that came out of the reduction are equal: it broke after the reduction."
-    )
-
-
-def test_bit_that_only_the_fingerprint_shows_is_a_difference_of_buckets(tmp_path: Path) -> None:
-    rows = Job().made()
-    edit(rows, "buckets", {"rank": 1, "step": 2, "bucket_index": 1}, after_fingerprint=17)
-    [found] = checked(tmp_path, rows)["violations"]
-    assert (found["law"], found["step"], found["bucket_index"]) == ("gradients_equal", 2, 1)
-    assert found["rank"] is None and found["ranks"] == [0, 1]
-
-
-def test_two_nan_of_different_bits_are_not_held_against_ranks(tmp_path: Path) -> None:
-    rows = Job().made()
-    edit(rows, "buckets", {"step": 2}, after_nan_count=3, before_nan_count=1)
-    edit(rows, "buckets", {"step": 2, "rank": 1}, after_fingerprint=17)
-    assert "gradients_equal" not in laws(checked(tmp_path, rows))
-
-
 @pytest.mark.parametrize("ranks", [3, 4, 16])
 def test_mean_of_some_ranks_alone_is_told(tmp_path: Path, ranks: int) -> None:
     half = max(2, ranks // 2)
@@ -336,18 +312,30 @@ def test_buckets_of_sparse_gradients_are_not_judged(tmp_path: Path) -> None:
     assert violation(answer, "reduction_is_mean")["bucket_index"] == 1
 
 
-def test_gradient_changed_before_the_optimizer_is_told(tmp_path: Path) -> None:
-    rows = Job().made()
-    place = {"rank": 1, "step": 1, "point": "final", "parameter_fqn": "head.bias"}
-    edit(rows, "gradients", place, fingerprint=17)
-    found = violation(checked(tmp_path / "a", rows), "gradients_equal")
-    assert (found["step"], found["rank"], found["parameter_fqn"]) == (1, 1, "head.bias")
-    assert (
-        "it was changed on rank 1 between backward() and the optimizer's step"
-        in (found["explanation"])
-    )
-    edit(rows, "gradients", {**place, "rank": 0}, fingerprint=18)  # clipped on both
-    found = violation(checked(tmp_path / "b", rows), "gradients_equal")
-    assert found["rank"] is None and found["ranks"] == [0, 1]
-    edit(rows, "backward_passes", {"step": 1}, ddp_sync="no_sync")
-    assert "gradients_equal" not in laws(checked(tmp_path / "c", rows))
+def test_means_are_counted_by_the_bucket(tmp_path: Path) -> None:
+    found = findings(tmp_path, reduction_is_mean, Job(3).made(), rank_count=3)
+    assert (list(found.violations), found.compared) == ([], 6)
+
+
+def test_reduction_that_is_no_mean_has_its_place(tmp_path: Path) -> None:
+    def reduce(step: int, buckets: list[Array]) -> Sequence[Array]:
+        return scaled(2)(step, buckets) if step == 1 else mean(step, buckets)
+
+    (v,) = findings(tmp_path, reduction_is_mean, Job(reduce=reduce).made()).violations
+    assert (v.law, v.severity, v.step, v.rank) == (reduction_is_mean, "error", 1, None)
+    assert (v.ranks, v.group, v.bucket_index, v.backward_index) == ((0, 1), "0", 0, 0)
+    assert (v.root, v.module_fqn, v.hook_name, v.count) == (0, "", None, 2)
+    assert v.factor == pytest.approx(2) and v.relative_error == pytest.approx(1)
+    assert v.tolerance is not None and 1e-7 < v.tolerance < 1e-5
+
+
+def test_reductions_without_values_or_promise_are_not_judged(tmp_path: Path) -> None:
+    rows = Job(hook_name=MINE).made()
+    found = findings(tmp_path / "mine", reduction_is_mean, rows, compressing=["__main__.*"])
+    assert (found.compared, found.not_judged) == (0, "the hooks in use promise no mean")
+    edit(rows, "buckets", {}, before_norm=None)
+    found = findings(tmp_path / "off", reduction_is_mean, rows)
+    assert found.not_judged == "no bucket was recorded on all ranks of its group with values"
+    del rows["groups"]
+    found = findings(tmp_path / "groups", reduction_is_mean, rows)
+    assert found.not_judged == "no data-parallel group was recorded"
