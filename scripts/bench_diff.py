@@ -14,23 +14,27 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from support.large import Change, Sizes, build_large
+from support.synthetic_runs.large import Change, Sizes, build_large
 
 CORES = 2
 
 
-def diff() -> None:
-    """Build the runs, and ask of them."""
+def diff(smallest: bool = False) -> None:
+    """Build the runs, and ask of them; the smallest only show that this works."""
     kept = os.environ.get("GRADTRACE_BENCH_RUNS")
     folder = Path(kept) if kept else Path(tempfile.mkdtemp(prefix="gradtrace-bench-runs-"))
     try:
-        large = Sizes()
+        large = Sizes(ranks=2, steps=4, nodes=60, modules=10) if smallest else Sizes()
         base = built(folder, large)
         print(f"{large.ranks} ranks x {large.steps} steps x {large.nodes:,} Nodes: "
               f"{large.node_rows:,} rows of node_events a side, {CORES} cores", flush=True)  # fmt: skip
-        asked("info", [base], "at most 0.3 s")
+        processes = 1 if smallest else 3
+        asked("info", [base], "at most 0.3 s", processes)
         for change, limit in (("one event", "1.0 s, 250 MB"), ("noise", "6 s, 500 MB")):
-            asked(f"diff, {change}", [base, built(folder, large, change, base)], f"at most {limit}")
+            pair = [base, built(folder, large, change, base)]
+            asked(f"diff, {change}", pair, f"at most {limit}", processes)
+        if smallest:
+            return
         for steps in (50, 100, 200):
             sizes = Sizes(ranks=8, steps=steps)
             less = built(folder, sizes)
@@ -68,7 +72,7 @@ print(os.waitstatus_to_exitcode(status), wall, used.ru_utime + used.ru_stime, us
 """
 
 
-def asked(name: str, runs: list[Path], limit: str = "") -> None:
+def asked(name: str, runs: list[Path], limit: str = "", processes: int = 3) -> None:
     """The best of three processes: the machine may have other things to do."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:CORES]))
     analyzer = [sys.executable, "-m", "gradtrace_analyzer", name.split(",")[0], *map(str, runs)]
@@ -76,7 +80,7 @@ def asked(name: str, runs: list[Path], limit: str = "") -> None:
     # An installed package has its bytecode; compiling it each time is a tenth of a second of nobody's.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     found = []
-    for _ in range(3):
+    for _ in range(processes):
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         code, *used = map(float, done.stdout.split())
         if code not in (0, 1):

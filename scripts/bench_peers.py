@@ -23,8 +23,10 @@ def peers(
     step_of: Callable[..., Callable[[], object]],
     observers: tuple[str, ...],
     rounds: int = 5,
+    sizes: int = 2,
 ) -> None:
-    """What others that look at a step cost, with ours in the same run; what each captures differs."""
+    """What others that look at a step cost, with ours in the same run; what each captures differs. Of the sizes of a
+    model the first so many."""
     from torch.profiler import ExecutionTraceObserver, profile
     from torch.utils._debug_mode import DebugMode
 
@@ -66,7 +68,7 @@ def peers(
     for name, shape, steps in (
         ("tiny tensors", (2, 32, 4, 32, 4), 10),
         ("d=256, 8 x 128", (6, 256, 8, 128, 8), 2),
-    ):
+    )[:sizes]:
         step = step_of(*shape)
         took: dict[str, list[float]] = {}
         for _ in range(rounds):

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.native import NOWHERE, build, build_or_skip
+from support.environment.native_observer import NOWHERE, build, build_or_skip
+from support.launching.counted_reruns import Reruns
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Jobs choose by what is built: with `--observer native` it is, else there is nothing to be found."""
     os.environ["GRADTRACE_NATIVE_CACHE"] = str(NOWHERE)
+    config.pluginmanager.register(Reruns())
     if config.getoption("--observer") == "native":
         from gradtrace_recorder.observers.native.build import NotBuilt
 

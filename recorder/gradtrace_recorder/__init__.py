@@ -1,7 +1,8 @@
 """Records the backward passes of a PyTorch job. Importing this loads neither torch nor pyarrow.
 
 Usually nothing of this is called: GRADTRACE_DIR switches the recorder on in an unmodified job. A job may call
-these to start it by hand, or to tell it what it cannot see. All but `start` do nothing while nothing is armed.
+these to start it by hand, or to tell it what it cannot see. Those that tell it something do nothing while nothing is
+armed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""One thread: journal records -> record batches -> Parquet parts. It sees files, and no torch."""
+"""One thread: journal records -> record batches -> Parquet parts.
+
+It calls nothing of torch's. (`claim` loads it, by way of `identity`; and the `Joiner` that it is handed brings what
+devices leave to the records, for which it asks the device's driver where there are times to read.)
+"""
 
 from __future__ import annotations
 

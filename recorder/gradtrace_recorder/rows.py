@@ -1,6 +1,8 @@
-"""Rows of every table as the journal packs them: the only place that knows the order of their fields.
+"""Rows of every table but the two of Nodes, as the journal packs them: their fields in order.
 
-The order is that of the table's declaration in `gradtrace_schemas`; the journal's struct refuses a wrong count.
+The order is that of the table's declaration in `gradtrace_schemas`; the journal's struct refuses a wrong count, not a
+wrong order. Rows of `node_events` and `node_tensors` are written by `observers.node_hooks`, and by the native observer,
+which also writes `gradients` of the point `local`: it knows no order, as Python hands it the place of each field.
 """
 
 from __future__ import annotations

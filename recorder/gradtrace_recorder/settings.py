@@ -1,5 +1,6 @@
-"""Every GRADTRACE_* variable: its name, its default, how it is read.
+"""Every GRADTRACE_* variable, declared once in VARIABLES: what it is called, how it is read, what it means.
 
+The same table is read at the start of a job and made into the reference page of the settings (`scripts/reference`).
 Standard library only: this is imported at the end of `import torch`, before anything is recorded.
 """
 
@@ -15,10 +16,6 @@ from typing import Any
 PREFIX = "GRADTRACE_"
 
 DETAILS = ("steps", "params", "modules", "nodes")
-SUMMARIES = ("off", "norms", "full")
-DEVICE_TIMES = ("off", "stages", "nodes")
-MODES = ("whole", "flight")
-OBSERVERS = ("auto", "native", "python")
 _BY_REQUEST = "python:"
 
 
@@ -126,69 +123,6 @@ class Settings:
         }
 
 
-def settings_from(environment: Mapping[str, str] = os.environ) -> Settings | None:
-    """The settings that the variables ask for, None where GRADTRACE_DIR is unset or empty.
-
-    Raises SettingsError for the first value that cannot be read.
-    """
-    directory = environment.get(PREFIX + "DIR", "")
-    if not directory:
-        return None
-    given = {
-        name.lower(): environment[PREFIX + name]
-        for name in (
-            "DETAIL",
-            "SUMMARY",
-            "DEVICE_TIMES",
-            "STEPS",
-            "RANKS",
-            "MODULES",
-            "STRICT",
-            "STEP_OFFSET",
-            "REPLAY",
-            "MODE",
-            "FLIGHT_STEPS",
-            "OBSERVER",
-        )
-        if environment.get(PREFIX + name, "") != ""
-    }
-    return settings_of(directory, **given)
-
-
-def settings_of(directory: str, **given: str | bool | int) -> Settings:
-    """Settings from texts as the variables hold them, named in lower case without their prefix.
-
-    Raises SettingsError; TypeError for a name that there is not.
-    """
-    texts = {name: str(value) for name, value in given.items()}
-    readers: dict[str, Callable[[str], Any]] = {
-        "detail": lambda text: _one_of("DETAIL", text, DETAILS),
-        "summary": lambda text: _one_of("SUMMARY", text, SUMMARIES),
-        "device_times": lambda text: _one_of("DEVICE_TIMES", text, DEVICE_TIMES),
-        "steps": _steps,
-        "ranks": _ranks,
-        "modules": lambda text: tuple(part.strip() for part in text.split(",") if part.strip()),
-        "strict": lambda text: (
-            _one_of("STRICT", text, ("0", "1", "False", "True")) in ("1", "True")
-        ),
-        "step_offset": lambda text: _whole("STEP_OFFSET", text, text),
-        "replay": _replay,
-        "mode": lambda text: _one_of("MODE", text, MODES),
-        "flight_steps": _flight_steps,
-        "observer": lambda text: _one_of("OBSERVER", text, OBSERVERS),
-    }
-    unknown = sorted(set(texts) - set(readers))
-    if unknown:
-        raise TypeError(f"there is no setting {unknown[0]!r}; there are {', '.join(readers)}")
-    settings = Settings(directory, **{name: readers[name](text) for name, text in texts.items()})
-    if settings.replay is not None and not settings.records("nodes"):
-        raise SettingsError(
-            f"{PREFIX}REPLAY is {settings.replay.text!r}, and {PREFIX}DETAIL is {settings.detail!r}; "
-            "Nodes are run again where they are recorded: with nodes"
-        )
-    return settings
-
-
 def _matches(globs: tuple[str, ...], fqn: str | None, node_name: str | None = None) -> bool:
     """Whether a glob matches the module, one around it, or the Node's name."""
     parts = [] if fqn is None else fqn.split(".")
@@ -198,10 +132,32 @@ def _matches(globs: tuple[str, ...], fqn: str | None, node_name: str | None = No
     return any(fnmatch.fnmatchcase(name, glob) for name in names for glob in globs)
 
 
-def _one_of(name: str, text: str, allowed: tuple[str, ...]) -> str:
-    if text not in allowed:
-        raise SettingsError(f"{PREFIX}{name} is {text!r}; it can be {', '.join(allowed)}")
+def _text(name: str, text: str) -> str:
     return text
+
+
+def _one_of(*allowed: str) -> Callable[[str, str], str]:
+    """A reader that takes these texts alone."""
+
+    def read(name: str, text: str) -> str:
+        if text not in allowed:
+            raise SettingsError(f"{PREFIX}{name} is {text!r}; it can be {', '.join(allowed)}")
+        return text
+
+    return read
+
+
+def _flag(name: str, text: str) -> bool:
+    """`1` or `0`, and what Python makes of `start(strict=True)`."""
+    return _one_of("0", "1", "False", "True")(name, text) in ("1", "True")
+
+
+def _globs(name: str, text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _whole_number(name: str, text: str) -> int:
+    return _whole(name, text, text)
 
 
 def _whole(name: str, text: str, whole_text: str) -> int:
@@ -216,16 +172,14 @@ def _whole(name: str, text: str, whole_text: str) -> int:
     return value
 
 
-def _flight_steps(text: str) -> int:
-    steps = _whole("FLIGHT_STEPS", text, text)
+def _count_of_steps(name: str, text: str) -> int:
+    steps = _whole(name, text, text)
     if steps == 0:
-        raise SettingsError(
-            f"{PREFIX}FLIGHT_STEPS is {text!r}; a recording of no step holds nothing"
-        )
+        raise SettingsError(f"{PREFIX}{name} is {text!r}; a recording of no step holds nothing")
     return steps
 
 
-def _replay(text: str) -> Replay:
+def _replay(name: str, text: str) -> Replay:
     """`blocks.*.attn,python:MyFunctionBackward@0:10`: globs, then steps."""
     chosen, at, steps = text.partition("@")
     globs = [part.strip() for part in chosen.split(",") if part.strip()]
@@ -233,16 +187,16 @@ def _replay(text: str) -> Replay:
     own = tuple(g.removeprefix(_BY_REQUEST) for g in globs if g.startswith(_BY_REQUEST))
     if not globs or "" in own:
         raise SettingsError(
-            f"{PREFIX}REPLAY is {text!r}, which names no Node; write *@0:2, blocks.*.attn or python:MyFunctionBackward"
+            f"{PREFIX}{name} is {text!r}, which names no Node; write *@0:2, blocks.*.attn or python:MyFunctionBackward"
         )
     if at and not steps.strip():
         raise SettingsError(
-            f"{PREFIX}REPLAY is {text!r}, which names no step behind the @; write *@0:2"
+            f"{PREFIX}{name} is {text!r}, which names no step behind the @; write *@0:2"
         )
-    return Replay(text, plain, own, _steps(steps, "REPLAY") if at else Steps())
+    return Replay(text, plain, own, _steps(name, steps) if at else Steps())
 
 
-def _steps(text: str, name: str = "STEPS") -> Steps:
+def _steps(name: str, text: str) -> Steps:
     slices = []
     for part in text.split(","):
         pieces = part.strip().split(":")
@@ -268,13 +222,152 @@ def _steps(text: str, name: str = "STEPS") -> Steps:
     return Steps(tuple(slices))
 
 
-def _ranks(text: str) -> tuple[range, ...]:
+def _ranks(name: str, text: str) -> tuple[range, ...]:
     ranges = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        low = _whole("RANKS", first, text)
-        high = _whole("RANKS", last, text) if dash else low
+        low = _whole(name, first, text)
+        high = _whole(name, last, text) if dash else low
         if high < low:
-            raise SettingsError(f"{PREFIX}RANKS is {text!r}, of which {part!r} runs backwards")
+            raise SettingsError(f"{PREFIX}{name} is {text!r}, of which {part!r} runs backwards")
         ranges.append(range(low, high + 1))
     return tuple(ranges)
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable, without its prefix. `read` makes its value of its name and text, or raises SettingsError.
+
+    `default` is the text that an unset one stands for; where no text says it, `unset` says it in words. A variable
+    with `is_setting` is a field of `Settings` of its own name in lower case, and may be given to `start`; the others
+    are read where they are needed.
+    """
+
+    name: str
+    read: Callable[[str, str], Any]
+    meaning: str
+    example: str
+    default: str = ""
+    unset: str = ""
+    is_setting: bool = True
+
+    @property
+    def variable(self) -> str:
+        """The name as the environment has it."""
+        return PREFIX + self.name
+
+    @property
+    def setting(self) -> str:
+        """The name as `Settings` and `start` have it."""
+        return self.name.lower()
+
+
+DIRECTORY = Variable(
+    "DIR", _text, "The run's directory, the same for all ranks. It switches recording on.",
+    example="runs/a", unset="off", is_setting=False,
+)  # fmt: skip
+NATIVE_CACHE = Variable(
+    "NATIVE_CACHE", _text,
+    "The folder in which the native observer is built and found: the same for the build and for the jobs.",
+    example="/var/cache/gradtrace", unset="the user's cache", is_setting=False,
+)  # fmt: skip
+
+# In the order in which they are read: of several that cannot be, the first is told.
+VARIABLES = (
+    DIRECTORY,
+    Variable(
+        "DETAIL", _one_of(*DETAILS),
+        "`steps`, `params`, `modules` or `nodes`: each adds finer tables to the one before.",
+        example="params", default="nodes",
+    ),
+    Variable(
+        "SUMMARY", _one_of("off", "norms", "full"),
+        "What is kept of a tensor: `off` (names and times alone), `norms`, `full` (adds fingerprint and sketch).",
+        example="norms", default="full",
+    ),
+    Variable(
+        "DEVICE_TIMES", _one_of("off", "stages", "nodes"),
+        "Times on a CUDA device, in the columns `device_ns`: `off`, `stages` (backward passes, stages, buckets), "
+        "`nodes` (each Node too).",
+        example="off", default="stages",
+    ),
+    Variable(
+        "STEPS", _steps,
+        "Which steps are recorded: numbers and Python slices, comma-separated. A number is one step.",
+        example="0:10,100:110,::50", unset="all",
+    ),
+    Variable(
+        "RANKS", _ranks, "Which ranks are recorded: numbers and spans with a dash, comma-separated.",
+        example="0,8-15", unset="all",
+    ),
+    Variable(
+        "MODULES", _globs,
+        "Which modules' calls and Nodes are recorded: globs on the FQN, comma-separated. What lies inside a module "
+        "that matches is recorded too.",
+        example="blocks.*.attn,head", unset="all",
+    ),
+    Variable(
+        "STRICT", _flag, "`1`: failures of the recorder itself raise in the job (for its own tests).",
+        example="1", default="0",
+    ),
+    Variable(
+        "STEP_OFFSET", _whole_number, "The number of the first step, for a job that was resumed.",
+        example="5000", default="0",
+    ),
+    Variable(
+        "REPLAY", _replay,
+        "Nodes to run a second time: globs on the Node's name or its module, then steps behind an `@`. `python:` "
+        "before a glob lets it choose Functions of the job's own.",
+        example="blocks.*.attn,python:My*@0:3", unset="none",
+    ),
+    Variable(
+        "MODE", _one_of("whole", "flight"),
+        "`whole` writes every step; `flight` keeps the last steps, and writes them when something happens.",
+        example="flight", default="whole",
+    ),
+    Variable(
+        "FLIGHT_STEPS", _count_of_steps, "How many steps flight mode keeps.", example="32", default="8",
+    ),
+    Variable(
+        "OBSERVER", _one_of("auto", "native", "python"),
+        "Who watches the Nodes: `auto` is the native observer where it is built, else the Python one; `native` is the "
+        "same, with a line on stderr where it is not used; `python`.",
+        example="python", default="auto",
+    ),
+    NATIVE_CACHE,
+)  # fmt: skip
+_SETTINGS = {variable.setting: variable for variable in VARIABLES if variable.is_setting}
+
+
+def settings_from(environment: Mapping[str, str] = os.environ) -> Settings | None:
+    """The settings that the variables ask for, None where GRADTRACE_DIR is unset or empty.
+
+    Raises SettingsError for the first value that cannot be read.
+    """
+    directory = environment.get(DIRECTORY.variable, "")
+    if not directory:
+        return None
+    given = {
+        name: environment[variable.variable]
+        for name, variable in _SETTINGS.items()
+        if environment.get(variable.variable, "") != ""
+    }
+    return settings_of(directory, **given)
+
+
+def settings_of(directory: str, **given: str | bool | int) -> Settings:
+    """Settings from texts as the variables hold them, named in lower case without their prefix.
+
+    Raises SettingsError; TypeError for a name that there is not.
+    """
+    unknown = sorted(set(given) - set(_SETTINGS))
+    if unknown:
+        raise TypeError(f"there is no setting {unknown[0]!r}; there are {', '.join(_SETTINGS)}")
+    values = {name: _SETTINGS[name].read(name.upper(), str(value)) for name, value in given.items()}
+    settings = Settings(directory, **values)
+    if settings.replay is not None and not settings.records("nodes"):
+        raise SettingsError(
+            f"{PREFIX}REPLAY is {settings.replay.text!r}, and {PREFIX}DETAIL is {settings.detail!r}; "
+            "Nodes are run again where they are recorded: with nodes"
+        )
+    return settings

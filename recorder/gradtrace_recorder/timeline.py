@@ -1,7 +1,7 @@
 """Where in the run we are: step, microbatch, backward pass; and what the current step has taken.
 
-The rule (reference: design, section 3): a step begins at the first grad-mode call of a root that has
-parameters, or top-level engine call, after a step's end; it ends when an optimizer step returns, skipped or
+The rule, unless `gradtrace_recorder.step` says which step it is: a step begins at the first grad-mode call of a root
+that has parameters, or top-level engine call, after a step's end; it ends when an optimizer step returns, skipped or
 not. Several optimizer steps without forward or backward between them are one; inside backward they end with it.
 """
 

@@ -1,8 +1,9 @@
-"""What waits in an armed process for the first event: three light hooks, and nothing else of ours.
+"""What waits in an armed process for the first event: three light hooks, and what stands around DDP and pipelines.
 
-Launchers, data workers and tools import torch too. Until a module is called, the engine is entered or an
-optimizer steps, only the standard library and torch are loaded; then the session takes the hooks' place, and
-the event that woke it is its first.
+Launchers, data workers and tools import torch too. Until a module is called, the engine is entered, an optimizer steps
+or a pipeline stage acts, only the standard library and torch are loaded; then the session takes the hooks' place, and
+the event that woke it is its first. `relays` and `stages` stand from the start: a reducer is given its hook before
+anything of it is called.
 """
 
 from __future__ import annotations

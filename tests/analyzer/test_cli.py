@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from gradtrace_analyzer.cli import analyzer
 from gradtrace_analyzer.errors import GradtraceError
-from support.synthetic import build_run
+from support.synthetic_runs.builder import build_run
 
 CLI = [sys.executable, "-m", "gradtrace_analyzer.cli"]
 

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 
 from gradtrace_analyzer.cli import analyzer
 from gradtrace_schemas import layout
-from support.golden import must_be_golden
-from support.journals import write_journal
-from support.large import Sizes, build_large
-from support.replicated import Job, edit, matching
-from support.synthetic import add_part, build_run
-from support.timed import TimedJob
+from support.answers.golden import must_be_golden
+from support.synthetic_runs.bucket_times import TimedJob
+from support.synthetic_runs.builder import add_part, build_run
+from support.synthetic_runs.data_parallel import Job, edit, matching
+from support.synthetic_runs.journals import write_journal
+from support.synthetic_runs.large import Sizes, build_large
 
 SMALL = Sizes(ranks=2, steps=4, nodes=20, modules=5)
 COUNT = "SELECT rank, count(*) AS n, max(grad_input_norm) AS largest FROM node_events GROUP BY rank ORDER BY rank"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.large import Sizes, build_large
+from support.synthetic_runs.large import Sizes, build_large
 
 CLI = [sys.executable, "-m", "gradtrace_analyzer"]
 ENDLESS = (

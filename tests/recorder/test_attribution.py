@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from support.recorded import recording, rows
-from support.watched import Watch
+from support.recordings.in_process import recording, rows
+from support.recordings.known_modules import Watch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support" / "jobs"))
 

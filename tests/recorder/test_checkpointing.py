@@ -20,8 +20,8 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from support.recorded import recording, rows
-from support.watched import equal_bits
+from support.recordings.in_process import recording, rows
+from support.recordings.known_modules import equal_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 

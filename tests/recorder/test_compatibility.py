@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from support.recorded import recording, rows
-from support.watched import equal_bits
+from support.recordings.in_process import recording, rows
+from support.recordings.known_modules import equal_bits
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),

@@ -29,7 +29,7 @@ from gradtrace_schemas.batches import arrow_table
 from gradtrace_schemas.journal import KINDS, NULL_INT64
 from gradtrace_schemas.journal_reader import read_journal
 from gradtrace_schemas.summary import STATE_FULL
-from support.host_device import HostBackend, HostEvent
+from support.devices.host_device import HostBackend, HostEvent
 
 FULL = TorchSummary(norms_only=False)
 

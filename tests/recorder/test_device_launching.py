@@ -18,7 +18,7 @@ from gradtrace_recorder.summaries.device.readiness import Readiness
 from gradtrace_recorder.summaries.device.rows import TICKET, WORDS, arrived, as_summaries
 from gradtrace_recorder.summaries.torch_ops import TorchSummary
 from gradtrace_schemas.summary import STATE_FULL
-from support.host_device import HostSurroundings
+from support.devices.host_device import HostSurroundings
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 FULL = TorchSummary(norms_only=False)

@@ -21,9 +21,9 @@ import gradtrace_recorder
 from gradtrace_recorder.summaries.device import torch_rows
 from gradtrace_recorder.summaries.device.ring import RING_ROWS
 from gradtrace_recorder.summaries.device.torch_rows import TorchRows
-from support.host_device import HostBackend, HostLauncher, InlineBackend, host_device
-from support.launcher import ranks
-from support.recorded import recording, rows
+from support.devices.host_device import HostBackend, HostLauncher, InlineBackend, host_device
+from support.launching.launcher import ranks
+from support.recordings.in_process import recording, rows
 
 
 class Doubling(torch.autograd.Function):
@@ -364,7 +364,7 @@ sys.path[:0] = {paths!r}
 import torch
 from torch import nn
 import gradtrace_recorder
-from support.host_device import host_device
+from support.devices.host_device import host_device
 with host_device() as device:
     gradtrace_recorder.start({run!r}, strict=True)
     net = nn.Linear(3, 2)

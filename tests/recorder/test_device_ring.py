@@ -24,7 +24,7 @@ from gradtrace_recorder.summaries.device.torch_rows import TorchRows
 from gradtrace_recorder.summaries.torch_ops import TorchSummary
 from gradtrace_recorder.summaries.values import Packed, combined
 from gradtrace_schemas.summary import STATE_FULL
-from support.host_device import HostStream
+from support.devices.host_device import HostStream
 
 FULL = TorchSummary(norms_only=False)
 

@@ -244,7 +244,7 @@ def test_a_launch_inside_another_takes_a_list_of_its_own(triton_rows: Any) -> No
 def test_a_share_that_is_not_what_was_left_makes_the_row_torn(triton_rows: Any) -> None:
     """As if memory showed an older share of another program: the row says so, and is lost instead of wrong."""
     rows = Rows()
-    from support.share_kernel import finish
+    from support.devices.share_kernel import finish
 
     launcher = launcher_of(triton_rows, rows)
     tensor = torch.randn(5 * CHUNK)
@@ -277,7 +277,7 @@ def test_streams_have_workspaces_of_their_own_up_to_a_bound(triton_rows: Any) ->
 def test_the_kernels_compile_for_devices_without_one(tmp_path: Path) -> None:
     """To machine code of two generations, without warnings, with the atomic operation that the sum over programs
     rests on. In a process of its own: this one interprets."""
-    script = Path(__file__).parents[1] / "support" / "compiled_kernels.py"
+    script = Path(__file__).parents[1] / "support" / "devices" / "compiled_kernels.py"
     done = subprocess.run(
         [sys.executable, "-W", "error", str(script)],
         capture_output=True,

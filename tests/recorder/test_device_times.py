@@ -12,7 +12,7 @@ from gradtrace_recorder.summaries.device.backends import BACKENDS
 from gradtrace_recorder.summaries.device.devices import Devices
 from gradtrace_recorder.summaries.device.times import DeviceTimes
 from gradtrace_schemas.journal import NULL_INT64
-from support.host_device import HostBackend, HostEvent, HostStream
+from support.devices.host_device import HostBackend, HostEvent, HostStream
 
 
 class OneStream:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradtrace_recorder.environment import autocast, command_line, environment, git_commit
-from support.recorded import recording, rows
+from support.recordings.in_process import recording, rows
 
 
 def test_variables_that_change_numbers_are_read_and_secrets_and_places_are_not() -> None:

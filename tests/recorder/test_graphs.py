@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from support.recorded import rows
-from support.twice import both, nodes
+from support.recordings.in_process import rows
+from support.recordings.with_and_without import both, nodes
 
 # What torch's own modules for compiling do is not for the tests to judge.
 pytestmark = [

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from support.recorded import recording, rows
+from support.recordings.in_process import recording, rows
 
 
 def small() -> Any:

@@ -14,17 +14,17 @@ import torch
 
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_recorder.observers.native.journal import NativeJournal
-from support import native
-from support.recorded import recording, rows
+from support.environment import native_observer
+from support.recordings.in_process import recording, rows
 
 
 @pytest.mark.parametrize("observer", ["python", "native"])
 def test_interrupt_at_the_beginning_of_a_pass_leaves_nothing_behind(
     tmp_path: Path, observer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GRADTRACE_NATIVE_CACHE", str(native.NOWHERE))
+    monkeypatch.setenv("GRADTRACE_NATIVE_CACHE", str(native_observer.NOWHERE))
     if observer == "native":
-        native.build_or_skip()
+        native_observer.build_or_skip()
 
     def interrupted(self: Any, thread: int) -> Any:
         raise KeyboardInterrupt

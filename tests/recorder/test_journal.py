@@ -35,7 +35,7 @@ from gradtrace_schemas.journal_reader import (
     UnreadableJournal,
     read_journal,
 )
-from support import native
+from support.environment import native_observer
 
 PASSES = TABLES["backward_passes"]
 
@@ -58,7 +58,7 @@ def kind(request: pytest.FixtureRequest) -> Iterator[None]:
     global _kind
     before = os.environ[CACHE_VARIABLE]
     if request.param == "native":
-        native.build_or_skip()
+        native_observer.build_or_skip()
         _kind = Native(library())
     yield
     _kind = None

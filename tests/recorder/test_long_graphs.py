@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.recorded import recording, rows
+from support.recordings.in_process import recording, rows
 
 LONG_CHAIN = """
 import sys, torch

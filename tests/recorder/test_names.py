@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
-from support.recorded import recording, rows
-from support.twice import both, nodes
-from support.watched import equal_bits
+from support.recordings.in_process import recording, rows
+from support.recordings.known_modules import equal_bits
+from support.recordings.with_and_without import both, nodes
 
 # What torch's own modules for compiling do is not for the tests to judge.
 pytestmark = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from support.recorded import recording, rows
+from support.recordings.in_process import recording, rows
 
 
 class Wide(nn.Module):

@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 import gradtrace_recorder
 from gradtrace_recorder.observers.native.build import library
 from gradtrace_schemas.journal import NULL_INT32
-from support.commands import told
-from support.functions import Raises, applied
-from support.host_device import host_device
-from support.recorded import recording, rows
-from support.same_rows import both
+from support.answers.commands import told
+from support.devices.host_device import host_device
+from support.models.autograd_functions import Raises, applied
+from support.recordings.both_observers import both
+from support.recordings.in_process import recording, rows
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

@@ -20,8 +20,8 @@ from gradtrace_recorder.observers.native.build import (
     build_native,
     built_library,
 )
-from support import native
-from support.recorded import recording, rows
+from support.environment import native_observer
+from support.recordings.in_process import recording, rows
 
 _COMPILER = """#!/bin/sh
 echo "$@" >> {log}
@@ -36,7 +36,7 @@ esac
 def library() -> Path:
     before = os.environ[CACHE_VARIABLE]
     try:
-        return native.build_or_skip()
+        return native_observer.build_or_skip()
     finally:
         os.environ[CACHE_VARIABLE] = before
 
@@ -203,7 +203,7 @@ def test_a_library_that_others_could_have_written_is_not_loaded(
     import torch
 
     cache = tmp_path / "cache"
-    there = cache / library.relative_to(native.CACHE)
+    there = cache / library.relative_to(native_observer.CACHE)
     there.parent.mkdir(parents=True)
     there.write_bytes(library.read_bytes())
     monkeypatch.setenv(CACHE_VARIABLE, str(cache))
@@ -236,7 +236,7 @@ def test_a_python_without_the_gil_is_left_alone(
     tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loading an extension that does not know of it would switch the lock on for the whole job."""
-    monkeypatch.setenv(CACHE_VARIABLE, str(native.CACHE))
+    monkeypatch.setenv(CACHE_VARIABLE, str(native_observer.CACHE))
     assert build.built_library() is not None
     real = sysconfig.get_config_var
     monkeypatch.setattr(
@@ -255,7 +255,7 @@ def test_a_library_that_does_not_load_is_said_and_python_records(
 ) -> None:
     import torch
 
-    broken = tmp_path / "cache" / library.relative_to(native.CACHE)
+    broken = tmp_path / "cache" / library.relative_to(native_observer.CACHE)
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b"no library")
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))

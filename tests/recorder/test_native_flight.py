@@ -21,10 +21,10 @@ from torch import nn
 
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_schemas import ALL_TABLES, layout
-from support import native
-from support.functions import Raises, applied
-from support.recorded import recording
-from support.same_rows import assert_same, comparable
+from support.environment import native_observer
+from support.models.autograd_functions import Raises, applied
+from support.recordings.both_observers import assert_same, comparable
+from support.recordings.in_process import recording
 
 STEPS = 3
 
@@ -201,7 +201,7 @@ for step in range(20):
 
 
 def test_steps_and_the_running_node_are_there_however_the_job_dies(tmp_path: Path) -> None:
-    cache = str(native.build_or_skip().parents[2])
+    cache = str(native_observer.build_or_skip().parents[2])
     ways = [("python", "kill"), ("native", "kill"), ("native", "exit")]
     dying = []
     for observer, way in ways:

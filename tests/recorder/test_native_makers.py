@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gradtrace_recorder.attribution import Attribution
 from gradtrace_recorder.summaries.summariser import Summariser
-from support.functions import applied
-from support.recorded import recording, rows
-from support.same_rows import both
+from support.models.autograd_functions import applied
+from support.recordings.both_observers import both
+from support.recordings.in_process import recording, rows
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

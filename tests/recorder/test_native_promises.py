@@ -1,4 +1,4 @@
-"""What docs/native.md promises of memory, interrupts and waiting, beyond the rows."""
+"""What docs/internals/native.md promises of memory, interrupts and waiting, beyond the rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradtrace_recorder import naming
 from gradtrace_recorder.attribution import Attribution
 from gradtrace_recorder.observers.native.build import library
 from gradtrace_recorder.summaries.summariser import Summariser
-from support.recorded import rank_of, recording, rows
+from support.recordings.in_process import rank_of, recording, rows
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

@@ -17,7 +17,7 @@ from gradtrace_recorder.observers.native.build import library
 from gradtrace_recorder.summaries.native import NativeSummary
 from gradtrace_recorder.summaries.torch_ops import TorchSummary
 from gradtrace_schemas.summary import reference_summary
-from support.recorded import recording, rows
+from support.recordings.in_process import recording, rows
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from support import native
-from support.recorded import recording, rows
+from support.environment import native_observer
+from support.recordings.in_process import recording, rows
 
 
 class Marked(torch.Tensor):
@@ -43,10 +43,10 @@ def freed_gradient() -> None:
 
 @pytest.fixture(params=["python", "native"])
 def observer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("GRADTRACE_NATIVE_CACHE", str(native.NOWHERE))
+    monkeypatch.setenv("GRADTRACE_NATIVE_CACHE", str(native_observer.NOWHERE))
     chosen: str = request.param
     if chosen == "native":
-        native.build_or_skip()
+        native_observer.build_or_skip()
     return chosen
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradtrace_recorder.relays import RELAYS, hook_name
-from support.launcher import ranks
-from support.recorded import recording, rows
+from support.launching.launcher import ranks
+from support.recordings.in_process import recording, rows
 
 
 def is_wrapped() -> bool:

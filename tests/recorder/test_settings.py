@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from gradtrace_recorder.settings import SettingsError, Steps, settings_from, settings_of
+from gradtrace_recorder import settings
+from gradtrace_recorder.settings import (
+    VARIABLES,
+    SettingsError,
+    Steps,
+    Variable,
+    settings_from,
+    settings_of,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = [variable for variable in VARIABLES if variable.is_setting]
+# Variables that only tests and scripts ask for are theirs, and not declared.
+SHIPPED = ("recorder", "analyzer", "schemas")
 
 
 def test_no_directory_is_no_recording() -> None:
@@ -109,3 +127,50 @@ def test_replay_and_mode_that_cannot_be_read_are_told(given: dict[str, str], sai
     with pytest.raises(SettingsError) as told:
         settings_of("d", **given)
     assert said in str(told.value)
+
+
+def ids(variable: Variable) -> str:
+    return variable.name
+
+
+@pytest.mark.parametrize("variable", SETTINGS, ids=ids)
+def test_declared_default_is_what_an_unset_variable_gives(variable: Variable) -> None:
+    assert bool(variable.default) != bool(variable.unset), "one of the two says what unset means"
+    unset = getattr(settings_of("d"), variable.setting)
+    if variable.default:
+        assert variable.read(variable.name, variable.default) == unset
+    else:
+        assert unset in (None, (), Steps()), "what no text says leaves nothing out"
+
+
+@pytest.mark.parametrize("variable", SETTINGS, ids=ids)
+def test_declared_example_is_read_and_changes_something(variable: Variable) -> None:
+    given = settings_from({"GRADTRACE_DIR": "d", variable.variable: variable.example})
+    assert given is not None and given != settings_of("d")
+
+
+def test_every_variable_that_the_code_names_is_declared() -> None:
+    named = {
+        name
+        for folder in SHIPPED
+        for path in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r"\bGRADTRACE_[A-Z_]*[A-Z]\b", path.read_text())
+    }
+    assert named and named <= {variable.variable for variable in VARIABLES}
+    apart = [v for v in vars(settings).values() if isinstance(v, Variable) and v not in VARIABLES]
+    assert apart == []
+
+
+def test_reading_the_variables_loads_the_standard_library_alone() -> None:
+    code = (
+        "import sys, gradtrace_recorder.settings;"
+        "print(*sorted({n.partition('.')[0] for n in sys.modules} - set(sys.stdlib_module_names)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(ROOT / "recorder")},
+    )
+    assert done.stdout.split() == ["__main__", "gradtrace_recorder"]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from support import native
-from support.recorded import recording, rows
+from support.environment import native_observer
+from support.recordings.in_process import recording, rows
 
 _THREADS, _TIMES = 4, 150
 
@@ -42,9 +42,9 @@ class Sum(nn.Module):
 def test_every_pass_beside_others_is_recorded(
     tmp_path: Path, observer: str, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GRADTRACE_NATIVE_CACHE", str(native.NOWHERE))
+    monkeypatch.setenv("GRADTRACE_NATIVE_CACHE", str(native_observer.NOWHERE))
     if observer == "native":
-        native.build_or_skip()
+        native_observer.build_or_skip()
     model = Sum()
     with (
         recording(tmp_path / "run", observer=observer),
@@ -93,9 +93,9 @@ def test_steps_that_end_on_one_thread_do_not_hide_passes_of_others(
 ) -> None:
     """Each step counts its passes anew, so passes of two threads can have one number. The engine reads a Node's hooks
     unlocked: taken off while a pass runs that is not known of, they end the process."""
-    monkeypatch.setenv("GRADTRACE_NATIVE_CACHE", str(native.NOWHERE))
+    monkeypatch.setenv("GRADTRACE_NATIVE_CACHE", str(native_observer.NOWHERE))
     if observer == "native":
-        native.build_or_skip()
+        native_observer.build_or_skip()
     given = {"GRADTRACE_DIR": str(tmp_path / "run"), "GRADTRACE_OBSERVER": observer}
     job = subprocess.run(
         [sys.executable, "-c", FREE],

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import gradtrace_recorder
 from gradtrace_recorder import bootstrap
 from gradtrace_schemas.journal_reader import read_journal
-from support.recorded import recording, rows
+from support.recordings.in_process import recording, rows
 
 
 def small() -> nn.Sequential:

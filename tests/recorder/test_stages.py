@@ -29,8 +29,8 @@ from gradtrace_recorder import bootstrap
 from gradtrace_recorder.imports import AfterImport
 from gradtrace_recorder.sources.pipeline import PipelineSource
 from gradtrace_recorder.summaries.summariser import Summariser
-from support.recorded import recording, rows
-from support.twice import both
+from support.recordings.in_process import recording, rows
+from support.recordings.with_and_without import both
 
 
 class TwoOutputs(torch.autograd.Function):

@@ -1,1 +1,1 @@
-"""What tests share: the multi-rank launcher, builders of synthetic runs and journals."""
+"""What tests share; README.md says which folder holds what, and lists every module."""

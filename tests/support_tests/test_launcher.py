@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.launcher import (
+from support.launching.launcher import (
     JobFailed,
     JobTimedOut,
     RankFailed,

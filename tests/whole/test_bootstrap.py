@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from support.launcher import run_job
-from support.recorded import rows
+from support.launching.launcher import run_job
+from support.recordings.in_process import rows
 
 STEP = """
 import torch

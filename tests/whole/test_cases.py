@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import functools
 import io
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from support.ahead import Ahead, chosen_items, parameters_of
-from support.commands import asked, told
-from support.launcher import run_job
+from support.answers.commands import asked, told
+from support.launching.counted_reruns import Reruns, reruns_of
+from support.launching.jobs_ahead import Ahead, chosen_items, parameters_of
+from support.launching.launcher import RESTING_AT_EXIT, run_job
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
 
@@ -84,20 +86,23 @@ def script(number: int) -> Path:
 
 
 # Torch 2.13, now and then as an interpreter ends that used gloo, recorded or not, when all is printed: see
-# `support.launcher.end_process_group`. The scripts are kept as they are, so the job is run again.
+# `support.launching.launcher.end_process_group`. The scripts are kept as they are, so their ranks rest at exit; where
+# that was too short the job is run again, which is counted.
 TORCH_ABORTS = "terminate called without an active exception"
 
 
-def run(number: int, variant: str, recorded: Path | None) -> list[str]:
+def run(number: int, variant: str, recorded: Path | None, reruns: Reruns) -> list[str]:
     """Runs a case; its EVIDENCE and VERDICT lines, sorted, as two ranks may print in any order."""
     ranks = 1 if number in ONE_RANK else 2
-    env = {"VARIANT": variant}
-    for _ in range(4):
+    paths = (str(RESTING_AT_EXIT), os.environ.get("PYTHONPATH", ""))
+    env = {"VARIANT": variant, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    while True:
         job = run_job(
             script(number), ranks=ranks, recorded=recorded, env=env, timeout=60, buffered=True
         )
         if ranks == 1 or job.returncode == 0 or TORCH_ABORTS not in job.stderr:
             break
+        reruns.count(f"case {number:02} {variant if recorded else 'bare'}", because=TORCH_ABORTS)
         if recorded is not None:
             shutil.rmtree(recorded)
     lines = job.must_succeed().stdout.splitlines()
@@ -124,8 +129,9 @@ def case_of(
     """
     numbers = dict.fromkeys(n for n in map(number_of, chosen_items(request)) if n is not None)
     place = tmp_path_factory.mktemp("cases")
+    reruns = reruns_of(request.config)
     jobs = {
-        (number, kind): functools.partial(run, number, variant, recorded)
+        (number, kind): functools.partial(run, number, variant, recorded, reruns)
         for number in numbers
         for kind, variant, recorded in (
             ("good", "good", place / f"{number:02}" / "good"),

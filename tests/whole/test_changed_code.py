@@ -18,8 +18,8 @@ from gradtrace_analyzer.errors import BadRename
 from gradtrace_analyzer.reports.diff.json_object import as_object
 from gradtrace_analyzer.reports.diff.text import lines
 from gradtrace_analyzer.runs.run import open_run
-from support.recorded import recording
-from support.scale import Scale
+from support.models.wrong_derivative import Scale
+from support.recordings.in_process import recording
 
 
 class Block(nn.Module):

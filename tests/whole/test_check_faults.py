@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from support.ahead import Ahead, chosen_items, parameters_of
-from support.commands import asked
-from support.launcher import run_job
+from support.answers.commands import asked
+from support.launching.jobs_ahead import Ahead, chosen_items, parameters_of
+from support.launching.launcher import run_job
 
 JOBS = Path(__file__).resolve().parents[1] / "support" / "jobs"
 NEVER = 99

@@ -14,8 +14,8 @@ import pytest
 
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.batches import write_part
-from support.golden import must_be_golden
-from support.launcher import run_job
+from support.answers.golden import must_be_golden
+from support.launching.launcher import run_job
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULT = ("--fault", "wrong-derivative", "--fault-step", "3", "--fault-rank", "1")

@@ -15,9 +15,9 @@ from torch import nn
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.reports.diff.json_object import as_object
 from gradtrace_analyzer.runs.run import open_run
-from support.recorded import recording
-from support.scale import Scale
-from support.synthetic import build_run, summary_columns
+from support.models.wrong_derivative import Scale
+from support.recordings.in_process import recording
+from support.synthetic_runs.builder import build_run, summary_columns
 
 
 class Act(nn.Module):

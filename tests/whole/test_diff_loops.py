@@ -15,7 +15,7 @@ from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.diff.scope.selection import chosen
 from gradtrace_analyzer.reports.diff.json_object import as_object
 from gradtrace_analyzer.runs.run import open_run
-from support.recorded import recording
+from support.recordings.in_process import recording
 
 
 class Net(nn.Module):

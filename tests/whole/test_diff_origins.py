@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from support.commands import asked, told
-from support.recorded import recording
+from support.answers.commands import asked, told
+from support.recordings.in_process import recording
 
 
 class Two(nn.Module):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.recorded import recording, rows
+from support.recordings.in_process import recording, rows
 
 
 class Broken(torch.autograd.Function):

@@ -17,7 +17,7 @@ from gradtrace_analyzer.runs.run import open_run
 from gradtrace_analyzer.sql.inventory import inventory
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas import ALL_TABLES
-from support.small_disk import small_disk
+from support.environment.small_disk import small_disk
 
 JOB = """
 import os, shutil, sys, time, torch

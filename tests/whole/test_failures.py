@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from gradtrace_schemas import layout
-from support.launcher import run_job
+from support.launching.launcher import run_job
 
 DYING = Path(__file__).resolve().parents[1] / "support" / "jobs" / "dying.py"
 

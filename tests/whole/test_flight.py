@@ -17,8 +17,8 @@ import pytest
 from gradtrace_analyzer.runs.run import open_run
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas import ALL_TABLES
-from support import native
-from support.launcher import run_job
+from support.environment import native_observer
+from support.launching.launcher import run_job
 
 ROOT = Path(__file__).resolve().parents[2]
 FLIGHT = {"GRADTRACE_MODE": "flight", "GRADTRACE_FLIGHT_STEPS": "4"}
@@ -192,7 +192,7 @@ def test_killed_or_alive_only_whole_steps_are_shown(tmp_path: Path) -> None:
     """Steps end to end, each with all its rows, but for the one in which the rank was caught."""
     for observer in ("python", "native"):
         run = tmp_path / observer
-        cache = str(native.build_or_skip().parents[2]) if observer == "native" else ""
+        cache = str(native_observer.build_or_skip().parents[2]) if observer == "native" else ""
         process = endless(run, 130, GRADTRACE_OBSERVER=observer, GRADTRACE_NATIVE_CACHE=cache)
         try:
             for _ in range(6):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.recorded import recording, rows
+from support.recordings.in_process import recording, rows
 
 COLUMNS = (
     "node_name, module_fqn, changed_module_fqn, changed_call_index, changed_between, grad_outputs"

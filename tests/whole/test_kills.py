@@ -13,9 +13,9 @@ import pytest
 from gradtrace_analyzer.runs.run import open_run
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas.journal_reader import text_of
-from support.commands import told
-from support.killing import MODELS, Killer
-from support.small_disk import small_disk
+from support.answers.commands import told
+from support.environment.small_disk import small_disk
+from support.stress.killing import MODELS, Killer
 
 
 def started(directory: Path, source: str) -> subprocess.Popen[str]:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from support.launcher import run_job
-from support.recorded import rows
+from support.launching.launcher import run_job
+from support.recordings.in_process import rows
 from whole.test_unchanged import same
 
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "reductions.py"

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from support.ahead import Ahead
-from support.commands import asked, told
-from support.launcher import run_job
+from support.answers.commands import asked, told
+from support.launching.jobs_ahead import Ahead
+from support.launching.launcher import run_job
 
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "stage_faults.py"
 SPLIT = "InterleavedZeroBubble"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gradtrace_schemas.catalogue import TABLES
-from support.launcher import run_job
-from support.recorded import rows
+from support.launching.launcher import run_job
+from support.recordings.in_process import rows
 from whole.test_unchanged import same
 
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "pipelines.py"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from support.launcher import run_job
+from support.launching.launcher import run_job
 
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "straggling.py"
 

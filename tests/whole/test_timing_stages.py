@@ -9,9 +9,9 @@ import pytest
 
 from gradtrace_analyzer.runs.run import open_run
 from gradtrace_analyzer.sql.views import connect
-from support.commands import asked, told
-from support.launcher import run_job
-from support.recorded import rows
+from support.answers.commands import asked, told
+from support.launching.launcher import run_job
+from support.recordings.in_process import rows
 
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "slow_stages.py"
 STEPS, MICROBATCHES = 11, 8

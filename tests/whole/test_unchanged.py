@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from support.launcher import run_job
-from support.recorded import rows
+from support.launching.launcher import run_job
+from support.recordings.in_process import rows
 
 JOBS = Path(__file__).resolve().parents[1] / "support" / "jobs"
 

@@ -2,62 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gradtrace_analyzer.check.evidence import Evidence, gathered
 from gradtrace_analyzer.check.law import Compression, Findings, Law, Violation
-from gradtrace_analyzer.check.laws.accumulation import gradients_accumulate
-from gradtrace_analyzer.check.laws.actions import actions_complete
-from gradtrace_analyzer.check.laws.collectives import collectives_match
-from gradtrace_analyzer.check.laws.equality import gradients_equal, parameters_equal
-from gradtrace_analyzer.check.laws.finite import values_finite
-from gradtrace_analyzer.check.laws.freshness import data_differ, forward_is_fresh
-from gradtrace_analyzer.check.laws.handovers import handovers_equal
-from gradtrace_analyzer.check.laws.microbatches import microbatches_add_up
-from gradtrace_analyzer.check.laws.passes import (
-    buckets_launched,
-    last_pass_reduces,
-    passes_complete,
-    passes_match,
-    wrapper_called,
-)
-from gradtrace_analyzer.check.laws.reductions import reduction_is_mean
-from gradtrace_analyzer.check.laws.replays import replays_equal
+from gradtrace_analyzer.check.registry import all_laws, causes_of
 from gradtrace_analyzer.runs.last_seen import last_seen
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_analyzer.words.numbers import ranks_phrase
 
-Verdict = Literal["clean", "violated", "incomparable"]
-
-# What explains that ranks hold different buckets, gradients or parameters in the same step, the nearest cause first.
-_CAUSES = {
-    Law.GRADIENTS_EQUAL: (Law.COLLECTIVES_MATCH, Law.REDUCTION_IS_MEAN),
-    Law.PARAMETERS_EQUAL: (
-        Law.GRADIENTS_EQUAL,
-        Law.REDUCTION_IS_MEAN,
-        Law.COLLECTIVES_MATCH,
-        Law.BUCKETS_LAUNCHED,
-        Law.LAST_PASS_REDUCES,
-        Law.WRAPPER_CALLED,
-    ),
-    Law.REDUCTION_IS_MEAN: (Law.COLLECTIVES_MATCH,),
-}
-_CAUSE_WORDS = {
-    Law.GRADIENTS_EQUAL: "the gradients differ",
-    Law.REDUCTION_IS_MEAN: "the reduction is not the mean",
-    Law.COLLECTIVES_MATCH: "the reductions do not match",
-    Law.BUCKETS_LAUNCHED: "not every bucket was launched",
-    Law.LAST_PASS_REDUCES: "gradients were not reduced",
-    Law.WRAPPER_CALLED: "gradients were not reduced",
-}
+CheckVerdict = Literal["clean", "violated", "incomparable"]
 
 
 @dataclass(frozen=True)
-class Cover:
-    """What was recorded, and what was not: an answer speaks of the former only."""
+class CheckCover:
+    """What was recorded, and what was not: an answer speaks of the former only.
+
+    `steps` are by rank. `groups` has an object for each module that a data-parallel group holds copies of. `dropped`
+    (rows by table), `unsummarised` (tensors by reason) and `replay_skipped` (Nodes by reason) are summed over ranks.
+    `flight_steps` is how many steps a flight recording keeps, None for one that keeps all.
+    """
 
     ranks: tuple[int, ...]
     steps: Mapping[int, tuple[int, ...]]
@@ -74,45 +42,53 @@ class Cover:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a check has found, violations in causal order."""
+class CheckAnswer:
+    """What a check has found, violations in causal order.
 
-    verdict: Verdict
+    `judged` says how much each law compared, in its unit; `not_judged` why others compared nothing, both in the
+    order of the chain. A law that has nothing to say of such a run (of stages, where there are none) is in neither.
+    `clean_counts` are the parameters and steps that the sentence of a clean run speaks of.
+    """
+
+    verdict: CheckVerdict
     violations: tuple[Violation, ...]
     judged: Mapping[Law, int]
     not_judged: Mapping[Law, str]
     compression: tuple[Compression, ...]
     notes: tuple[str, ...]
-    cover: Cover
+    cover: CheckCover
     clean_counts: Mapping[str, int]
 
 
-def check(run: Run, *, compressing: Sequence[str] = ()) -> Answer:
+def check(run: Run, *, compressing: Sequence[str] = ()) -> CheckAnswer:
     """The answer of `analyzer check`. `compressing` are globs on the names of the job's own hooks that lose precision
     on purpose."""
-    losing = frozenset(r for r, info in run.ranks.items() if info.facts.get("dropped"))
-    losing |= {d.part.rank for d in run.damaged}
-    closed = frozenset(r for r, info in run.ranks.items() if info.is_complete)
-    connection = connect([run])
-    try:
-        evidence = gathered(connection, closed, losing, compressing, _seen_until_ns(run))
-        findings = _judged(evidence)
+    with opened_evidence(run, compressing) as evidence:
+        found = {law: law(evidence) for law in all_laws()}
         cover = _cover(run, evidence)
         counts = _counts(evidence)
-    finally:
-        connection.close()
-    violations = _in_causal_order(v for f in findings for v in f.violations)
-    judged = {law: n for f in findings for law, n in f.judged.items()}
-    return Answer(
+    violations = _in_causal_order(found)
+    judged = {law: findings.compared for law, findings in found.items() if findings.compared}
+    return CheckAnswer(
         verdict=_verdict(violations, judged),
         violations=violations,
-        judged={law: judged[law] for law in Law if law in judged},
-        not_judged={law: why for f in findings for law, why in f.not_judged.items()},
-        compression=tuple(c for f in findings for c in f.compression),
-        notes=tuple(note for f in findings for note in f.notes),
+        judged=judged,
+        not_judged={law: f.not_judged for law, f in found.items() if f.not_judged is not None},
+        compression=tuple(c for findings in found.values() for c in findings.compression),
+        notes=tuple(note for findings in found.values() for note in findings.notes),
         cover=cover,
         clean_counts=counts,
     )
+
+
+@contextlib.contextmanager
+def opened_evidence(run: Run, compressing: Sequence[str] = ()) -> Iterator[Evidence]:
+    """What the laws read of a run, while its connection is open."""
+    losing = frozenset(r for r, info in run.ranks.items() if info.facts.get("dropped"))
+    losing |= {d.part.rank for d in run.damaged}
+    closed = frozenset(r for r, info in run.ranks.items() if info.is_complete)
+    with contextlib.closing(connect([run])) as connection:
+        yield gathered(connection, closed, losing, compressing, _seen_until_ns(run))
 
 
 def _seen_until_ns(run: Run) -> dict[int, int]:
@@ -124,69 +100,46 @@ def _seen_until_ns(run: Run) -> dict[int, int]:
     return found
 
 
-def _judged(evidence: Evidence) -> list[Findings]:
-    reductions = reduction_is_mean(evidence)
-    return [
-        data_differ(evidence),
-        values_finite(evidence),
-        forward_is_fresh(evidence),
-        replays_equal(evidence),
-        passes_complete(evidence),
-        handovers_equal(evidence),
-        actions_complete(evidence),
-        gradients_accumulate(evidence),
-        microbatches_add_up(evidence),
-        wrapper_called(evidence),
-        last_pass_reduces(evidence),
-        passes_match(evidence),
-        buckets_launched(evidence),
-        collectives_match(evidence),
-        reductions.findings,
-        gradients_equal(evidence, reductions.deviating),
-        parameters_equal(evidence),
-    ]
-
-
-def _verdict(violations: Sequence[Violation], judged: Mapping[Law, int]) -> Verdict:
+def _verdict(violations: Sequence[Violation], judged: Mapping[Law, int]) -> CheckVerdict:
     if any(v.severity == "error" for v in violations):
         return "violated"
     return "clean" if judged else "incomparable"
 
 
-def _in_causal_order(found: Iterable[Violation]) -> tuple[Violation, ...]:
+def _in_causal_order(found: Mapping[Law, Findings]) -> tuple[Violation, ...]:
     """By step, then along the chain; what is inherited says so, and takes the odd rank from its cause."""
-    violations = list(found)
+    chain_order = {law: place for place, law in enumerate(found)}
+    violations = [v for findings in found.values() for v in findings.violations]
     linked = [_linked(v, violations) for v in violations]
 
     def place(v: Violation) -> tuple[Any, ...]:
         in_front = v.at_start and v.inherits is None
-        return (v.step, not in_front, v.law.chain_order, v.order, v.ranks)
+        return (v.step, not in_front, chain_order[v.law], v.order, v.ranks)
 
     return tuple(sorted(linked, key=place))
 
 
 def _linked(v: Violation, violations: Sequence[Violation]) -> Violation:
+    """With what explains it in the same step and group, where another law is broken there that does."""
     if v.at_start:
         return v
-    for law in _CAUSES.get(v.law, ()):
+    for law in causes_of(v.law):
         for cause in violations:
             if cause.law is law and cause.step == v.step and _same_group(cause, v):
                 rank = v.rank if v.rank is not None else _blamed(v, violations)
                 odd = f" (on rank {rank})" if rank is not None and v.rank is None else ""
-                said = f"It follows from the above: {_CAUSE_WORDS[law]}{odd}."
-                return replace(v, inherits=law, rank=rank, explanation=f"{v.explanation} {said}")
+                said = f"It follows from the above: {law.as_cause}{odd}."
+                explanation = f"{v.explanation} {said}"
+                return replace(v, inherits=law, rank=rank, explanation=explanation)
     return v
 
 
 def _blamed(v: Violation, violations: Sequence[Violation]) -> int | None:
-    """The rank that other laws single out in the same step."""
+    """The rank that laws which name a culprit single out in the same step; None where they name several."""
     named = {
         w.rank
         for w in violations
-        if w.law in (Law.COLLECTIVES_MATCH, Law.REDUCTION_IS_MEAN, Law.GRADIENTS_EQUAL)
-        and w.step == v.step
-        and _same_group(w, v)
-        and w.rank is not None
+        if w.law.names_culprit and w.step == v.step and _same_group(w, v) and w.rank is not None
     }
     return named.pop() if len(named) == 1 else None
 
@@ -206,7 +159,7 @@ def _counts(evidence: Evidence) -> dict[str, int]:
     return {"parameters": parameters, "steps": steps}
 
 
-def _cover(run: Run, evidence: Evidence) -> Cover:
+def _cover(run: Run, evidence: Evidence) -> CheckCover:
     tables = ("steps", "parameters", "backward_passes", "module_calls", "buckets", "gradients")
     union = " UNION ".join(f"SELECT rank, step FROM {table}" for table in tables)
     steps: dict[int, list[int]] = dict(
@@ -215,7 +168,7 @@ def _cover(run: Run, evidence: Evidence) -> Cover:
     settings: dict[str, Any] = {}
     for info in run.ranks.values():
         settings.update(info.facts.get("settings") or {})
-    return Cover(
+    return CheckCover(
         ranks=tuple(sorted(run.ranks)),
         steps={rank: tuple(own) for rank, own in steps.items()},
         groups=tuple(

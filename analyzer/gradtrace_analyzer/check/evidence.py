@@ -1,34 +1,41 @@
 """What the laws read: the connection with a run's views, the groups whose ranks must agree, and their buckets.
 
-It makes these temporary tables:
-- `members`: a row per replica and rank, `replica` numbering the modules that a group keeps equal, `team` the groups;
-- `managed`: the parameters of each replica that are reduced, in the order of its buckets;
-- `reductions`: a row per bucket and rank, `pair` numbering what the ranks reduced together. `is_idle`: c10d had
-  counted no collective of the group since the rank's bucket before;
-- `seen_until`: when each rank that was cut off gave its last sign of life;
-- `moments`: a row per team, rank and step; what ranks did at the same `moment` is to be compared.
+It makes these temporary tables beside the views of the run's own:
+- `members` (replica, team, team_size, rank, "group", root, module_fqn): a row per replica and rank, `replica` numbering
+  the modules that a group keeps equal, `team` the groups, each by its name and ranks;
+- `managed` (replica, parameter_fqn, position): the parameters of each replica that are reduced, in the order of its
+  buckets;
+- `reductions`: a row per bucket and rank, with the columns of `buckets`, and replica, team, team_size, is_shadow,
+  is_idle and pair. `pair` numbers what the ranks reduced together. `is_idle`: c10d had counted no collective of the
+  group since the rank's bucket before. `is_shadow`: the rank had joined, and only took part;
+- `seen_until` (rank, seen_ns): when each rank that was cut off gave its last sign of life;
+- `moments` (team, rank, step, moment): a row per team, rank and step; what ranks did at the same `moment` is to be
+  compared.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import duckdb
 
 from gradtrace_analyzer.numerics.hook_promises import Promise, chains_collectives, promise_of
 
 Rows = list[tuple[Any, ...]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Replica:
     """A module that the ranks of a data-parallel group hold copies of.
 
-    `module_fqn` is None for a group of which no module is known. `recorded` are the ranks that said so.
+    `number` and `team` are those of `members`. `module_fqn` is None for a group of which no module is known.
+    `ranks` are the group's, `recorded` those of them that said so. `hook_names` has None for DDP's own way.
+    `unobserved` says why its reductions are not recorded. `is_sharded`: some of it is reduced to shards, as by FSDP2.
     """
 
     number: int
@@ -43,31 +50,51 @@ class Replica:
     is_sharded: bool
 
     def keeps_ranks_equal(self, compressing: Sequence[str]) -> bool:
-        """Whether every hook it used leaves equal values on all ranks."""
+        """Whether every hook it used leaves bit-equal values on all ranks. One that fits `compressing` is taken to."""
         return all(promise_of(name, compressing).keeps_ranks_equal for name in self.hook_names)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A run, ready to be judged."""
+    """A run, ready to be judged.
+
+    `connection` has a view for each table of the run, and the temporary tables named above. `replicas` are numbered
+    by their place. `closed_ranks` ended their recording themselves: what they lack they did not do. Of
+    `losing_ranks` rows were dropped or cannot be read: what they lack may have been. `compressing` are a person's globs
+    on the names of hooks that lose precision on purpose.
+    """
 
     connection: duckdb.DuckDBPyConnection
     replicas: tuple[Replica, ...]
     closed_ranks: frozenset[int]
     losing_ranks: frozenset[int]
     compressing: tuple[str, ...] = ()
+    _known: dict[Callable[[Evidence], Any], Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def rows(self, query: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> Rows:
-        """The rows of a query."""
+        """All rows of a query over the run's tables, as tuples in the order of its columns; null is None.
+
+        `parameters` stand for `?` or `$1` in their order, or for `$name`.
+        """
         return self.connection.execute(query, parameters).fetchall()
 
+    def once(self, read: Callable[[Evidence], T]) -> T:
+        """What a function reads from this evidence, read when it is first asked for: for what several laws need."""
+        if read not in self._known:
+            self._known[read] = read(self)
+        known: T = self._known[read]
+        return known
+
     def promise(self, hook_name: str | None) -> Promise:
-        """What a hook promises, as the person who asks has told."""
+        """What a hook promises of a reduction; None is DDP's own way. One that fits `compressing` promises no mean."""
         return promise_of(hook_name, self.compressing)
 
     @property
     def modules(self) -> tuple[Replica, ...]:
-        """The replicas of which the module is known, whole on each rank, and at least two ranks are recorded."""
+        """The replicas whose ranks can be held against each other: of which the module is known, whole on each rank,
+        and at least two ranks are recorded."""
         return tuple(
             r
             for r in self.replicas
@@ -76,7 +103,7 @@ class Evidence:
 
     @property
     def lacking(self) -> str:
-        """Why there is nothing that ranks must agree in."""
+        """Why `modules` is empty, as it follows on `Not judged, since`."""
         if not self.replicas:
             return "no data-parallel group was recorded"
         if all(len(r.recorded) < 2 for r in self.replicas):
@@ -87,15 +114,15 @@ class Evidence:
 
     @cached_property
     def equal_modules(self) -> tuple[Replica, ...]:
-        """Those that must be bit-equal on their ranks."""
+        """Those of `modules` whose hooks leave bit-equal values on all ranks."""
         return tuple(r for r in self.modules if r.keeps_ranks_equal(self.compressing))
 
     def replica(self, number: int) -> Replica:
-        """The replica of that number."""
+        """The replica of the number that `members`, `managed` and `reductions` know it by."""
         return self.replicas[number]
 
     def has_fingerprints(self, table: str, prefix: str = "") -> bool:
-        """Whether a table's summaries are full, not norms alone."""
+        """Whether any row of a table has a fingerprint (GRADTRACE_SUMMARY=full), not norms alone."""
         return bool(
             self.rows(f"SELECT 1 FROM {table} WHERE {prefix}fingerprint IS NOT NULL LIMIT 1")
         )

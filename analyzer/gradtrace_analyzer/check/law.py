@@ -1,132 +1,94 @@
-"""What the laws are, and what breaking one looks like."""
+"""What a law is, how one is declared, and what it finds.
+
+A law is a function from the evidence to its findings, declared with `@law(...)` in a module of `check.laws`; `registry`
+finds it there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from gradtrace_analyzer.check.evidence import Evidence
+from gradtrace_analyzer.words.numbers import noun
+
 Severity = Literal["error", "warning"]
+Judge = Callable[[Evidence], "Findings"]
 
 
-class Law(Enum):
-    """Each law with its name, its severity, and what it says."""
+@dataclass(frozen=True, eq=False)
+class Law:
+    """A law, as it is declared. It is called as the function that it was made of, and is equal to itself alone.
 
-    name_: str
+    `unit` is what one comparison is about, in the singular and in the plural. `after` are names of laws that stand
+    before it in the chain of a step.
+
+    `explained_by` are names of laws whose violation in the same step and group explains its own, the nearest cause
+    first; `explains` are names of laws of which it is a cause behind those that they name themselves. `as_cause` says
+    its own violation as a cause: `It follows from the above: {as_cause}.` Where `names_culprit`, a rank that it names
+    is taken for the odd one by laws that it explains.
+    """
+
+    name: str
     severity: Severity
+    unit: tuple[str, str]
     doc: str
+    judge: Judge
+    after: tuple[str, ...] = ()
+    explained_by: tuple[str, ...] = ()
+    explains: tuple[str, ...] = ()
+    as_cause: str | None = None
+    names_culprit: bool = False
 
-    def __init__(self, name_: str, severity: Severity, doc: str) -> None:
-        self.name_ = name_
-        self.severity = severity
-        self.doc = doc
+    def __call__(self, evidence: Evidence) -> Findings:
+        """What the law finds in a run."""
+        return self.judge(evidence)
 
-    DATA_DIFFER = (
-        "data_differ",
-        "warning",
-        "The ranks of a data-parallel group train on different inputs in every step.",
-    )
-    VALUES_FINITE = (
-        "values_finite",
-        "error",
-        "No value is born infinite or NaN. The first infinity and the first NaN are two findings. An infinity "
-        "that stays in the forward pass (a mask), or in a step that GradScaler skipped, is a warning.",
-    )
-    FORWARD_IS_FRESH = (
-        "forward_is_fresh",
-        "warning",
-        "Gradients differ from those of the step before when the parameters do.",
-    )
-    REPLAYS_EQUAL = (
-        "replays_equal",
-        "error",
-        "A Node that is run again with the same gradients (GRADTRACE_REPLAY) gives the same bits. Where it does not, "
-        "its kernel is nondeterministic or its device faulty; a rank that differs alone points to the device.",
-    )
-    PASSES_COMPLETE = (
-        "passes_complete",
-        "error",
-        "No backward pass ends with an exception. One after which the rank completes others (it was caught) is a "
-        "warning; one that ended while it waited for a reduction breaks the laws below.",
-    )
-    HANDOVERS_EQUAL = (
-        "handovers_equal",
-        "error",
-        "What a pipeline stage receives is bit for bit what its neighbour sent for that microbatch: activations from "
-        "the stage before, gradients from the one after.",
-    )
-    ACTIONS_COMPLETE = (
-        "actions_complete",
-        "error",
-        "A pipeline stage runs for each microbatch one forward, and one whole backward, or one input half and one "
-        "weight half; as often as the schedule is run in the step.",
-    )
-    GRADIENTS_ACCUMULATE = (
-        "gradients_accumulate",
-        "warning",
-        "After a backward pass `.grad` holds what it held before in the step plus what arrived, or what arrived alone "
-        "(it was reset): nothing else changes it between passes.",
-    )
-    MICROBATCHES_ADD_UP = (
-        "microbatches_add_up",
-        "error",
-        "What a pipeline stage's microbatches give adds up in `.grad`: none of it is lost before the next one, and "
-        "after the last the gradients of all stages are divided by the same number.",
-    )
-    WRAPPER_CALLED = (
-        "wrapper_called",
-        "warning",
-        "A model that DDP wraps is called through its wrapper: called past it, its gradients are not reduced.",
-    )
-    LAST_PASS_REDUCES = (
-        "last_pass_reduces",
-        "warning",
-        "The last backward pass before the optimizer's step reduces the gradients: it is not under no_sync.",
-    )
-    PASSES_MATCH = (
-        "passes_match",
-        "warning",
-        "The ranks of a data-parallel group make as many steps, as many backward passes in each, and as many "
-        "forwards that no backward pass follows.",
-    )
-    BUCKETS_LAUNCHED = (
-        "buckets_launched",
-        "warning",
-        "A backward pass that reduces launches every bucket, and each launched bucket is done.",
-    )
-    COLLECTIVES_MATCH = (
-        "collectives_match",
-        "error",
-        "What the ranks of a group reduce together is the same bucket of the same step by the same hook, and all "
-        "ranks take part.",
-    )
-    REDUCTION_IS_MEAN = (
-        "reduction_is_mean",
-        "error",
-        "A reduced bucket is the mean of the ranks' buckets, within 4 eps sqrt(ranks) of the larger of the mean of "
-        "their norms and its own, with eps of the bucket's dtype, at least 2^-23, and half the dtype's smallest number "
-        "per rank and element. Torch's compressing hooks are held to what they promise: eps sqrt(ranks) of the dtype "
-        "on the wire, two levels of a quantized range; PowerSGD, post-local SGD and hooks named by `--compressing` to "
-        "nothing, and what they lose is told. It is read from sketches: their standard error of 0.18 scales the size "
-        "of a real deviation, and makes none where there is none. Buckets of sparse gradients are not judged.",
-    )
-    GRADIENTS_EQUAL = (
-        "gradients_equal",
-        "error",
-        "After a reduction all ranks of the group hold bit-equal buckets and gradients, and their optimizers see them "
-        "so.",
-    )
-    PARAMETERS_EQUAL = (
-        "parameters_equal",
-        "error",
-        "All ranks of a data-parallel group hold bit-equal parameters before and after each step.",
-    )
+    def violation(self, step: int, explanation: str, **fields: Any) -> Violation:
+        """That it is broken: with its own severity, unless another is given among the fields of `Violation`."""
+        return Violation(self, step, explanation, **{"severity": self.severity, **fields})
 
-    @property
-    def chain_order(self) -> int:
-        """Its place in the chain of a step."""
-        return list(Law).index(self)
+    def counted(self, count: int) -> str:
+        """So many comparisons: `1 backward pass`, `3 backward passes`."""
+        one, many = self.unit
+        return f"{count:,} {one if count == 1 else many}"
+
+
+def law(
+    name: str,
+    severity: Severity,
+    unit: str | tuple[str, str],
+    doc: str,
+    *,
+    after: Sequence[str] = (),
+    explained_by: Sequence[str] = (),
+    explains: Sequence[str] = (),
+    as_cause: str | None = None,
+    names_culprit: bool = False,
+) -> Callable[[Judge], Law]:
+    """Make a law of the function below, which takes the evidence and returns its findings.
+
+    `doc` says what holds where the law is kept. `unit` is a noun; with its plural, where an `s` does not make it. The
+    rest is as in `Law`.
+    """
+    units = (unit, noun(2, unit)) if isinstance(unit, str) else unit
+
+    def made(judge: Judge) -> Law:
+        return Law(
+            name,
+            severity,
+            units,
+            doc,
+            judge,
+            tuple(after),
+            tuple(explained_by),
+            tuple(explains),
+            as_cause,
+            names_culprit,
+        )
+
+    return made
 
 
 @dataclass(frozen=True)
@@ -167,11 +129,6 @@ class Violation:
     order: float = 0.0
 
 
-def violation(law: Law, step: int, explanation: str, **fields: Any) -> Violation:
-    """A violation with the law's own severity, unless another is given."""
-    return Violation(law, step, explanation, **{"severity": law.severity, **fields})
-
-
 @dataclass(frozen=True)
 class Compression:
     """How much a compressing hook loses: relative errors of its buckets, and what it promises at most."""
@@ -186,22 +143,28 @@ class Compression:
 
 @dataclass(frozen=True)
 class Findings:
-    """What laws have found: violations, how much each law compared, and why others could not be judged.
+    """What one law has found: where it is broken, and how much it compared (in the law's unit).
 
-    `notes` say what limits the answer.
+    Where it compared nothing, `not_judged` says why; it is None where there was nothing to be compared and that is no
+    lack (a law about stages in a run without any). `notes` say what limits the answer.
     """
 
     violations: Sequence[Violation] = ()
-    judged: Mapping[Law, int] = field(default_factory=dict)
-    not_judged: Mapping[Law, str] = field(default_factory=dict)
+    compared: int = 0
+    not_judged: str | None = None
     compression: Sequence[Compression] = ()
     notes: Sequence[str] = ()
 
 
+def not_judged(why: str) -> Findings:
+    """The findings of a law that could not be judged, with the reason: `Not judged, since {why}`."""
+    return Findings(not_judged=why)
+
+
 def outcome(
-    law: Law, violations: Sequence[Violation], compared: int, otherwise: str, **more: Any
+    violations: Sequence[Violation], compared: int, otherwise: str, **more: Any
 ) -> Findings:
-    """The findings of one law: judged if it compared anything, else not judged, for the reason given."""
+    """The findings of a law: judged if it compared anything, else not judged, for the reason given."""
     if compared:
-        return Findings(violations, {law: compared}, **more)
-    return Findings((), {}, {law: otherwise}, **more)
+        return Findings(violations, compared, **more)
+    return Findings(not_judged=otherwise, **more)

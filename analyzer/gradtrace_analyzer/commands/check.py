@@ -6,7 +6,7 @@ from typing import Literal
 
 import click
 
-from gradtrace_analyzer.check.check import Verdict
+from gradtrace_analyzer.check.check import CheckVerdict
 from gradtrace_analyzer.check.check import check as judged
 from gradtrace_analyzer.commands import (
     answer,
@@ -19,7 +19,7 @@ from gradtrace_analyzer.reports.check import as_object, lines
 from gradtrace_analyzer.reports.tables import json_text
 from gradtrace_analyzer.sql.views import run_names
 
-_EXIT: dict[Verdict, int] = {"clean": 0, "violated": 1, "incomparable": 2}
+_EXIT: dict[CheckVerdict, int] = {"clean": 0, "violated": 1, "incomparable": 2}
 
 
 @click.command()

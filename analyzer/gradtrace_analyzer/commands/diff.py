@@ -16,7 +16,6 @@ from gradtrace_analyzer.commands import (
 )
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.diff.gate import ANY, Gate, exit_status, failing, gate_of
-from gradtrace_analyzer.diff.links import SIDES
 from gradtrace_analyzer.diff.names.renames import rename_of
 from gradtrace_analyzer.diff.scope.selection import CHOOSABLE, chosen
 from gradtrace_analyzer.errors import NoRepeat
@@ -30,6 +29,7 @@ from gradtrace_analyzer.reports.tables import json_text
 from gradtrace_analyzer.runs.run import Run, is_same_recording
 from gradtrace_analyzer.sql.views import run_names
 from gradtrace_analyzer.timing.slower import compared_runs
+from gradtrace_analyzer.words.nouns import SIDES
 
 _EXIT = {"identical": 0, "within_tolerance": 0, "different": 1, "incomparable": 2}
 

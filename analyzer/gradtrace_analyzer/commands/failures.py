@@ -13,12 +13,12 @@ from gradtrace_analyzer.commands import (
     report_format_option,
     run_argument,
 )
-from gradtrace_analyzer.failures.endings import STUCK_SECONDS, Verdict, endings
+from gradtrace_analyzer.failures.endings import STUCK_SECONDS, EndingsVerdict, endings
 from gradtrace_analyzer.reports.failures import as_object, lines
 from gradtrace_analyzer.reports.tables import json_text
 from gradtrace_analyzer.sql.views import run_names
 
-_EXIT: dict[Verdict, int] = {"well": 0, "found": 1, "unknown": 2}
+_EXIT: dict[EndingsVerdict, int] = {"well": 0, "found": 1, "unknown": 2}
 
 
 @click.command()

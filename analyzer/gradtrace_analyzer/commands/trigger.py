@@ -7,7 +7,7 @@ import click
 from gradtrace_analyzer.commands import answer, attempt_option, run_argument
 from gradtrace_analyzer.runs.flight import triggered
 from gradtrace_analyzer.runs.run import open_run
-from gradtrace_analyzer.words.numbers import spans
+from gradtrace_analyzer.words.numbers import steps_phrase
 
 
 @click.command()
@@ -35,6 +35,6 @@ def trigger(run: str, wait: float, attempt: int | None) -> int:
             )
         else:
             first, last = rank.steps
-            said = f"wrote step{'s' if last > first else ''} {spans(range(first, last + 1))}"
+            said = f"wrote {steps_phrase(range(first, last + 1))}"
         answer([f"rank {rank.rank} {said}"])
     return 0 if all(rank.steps is not None for rank in found) else 2

@@ -14,13 +14,14 @@ import duckdb
 
 from gradtrace_analyzer.diff.code.structure import Parts, Structure, structure_of
 from gradtrace_analyzer.diff.difference import Difference, differences
-from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS, SIDES
+from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS
 from gradtrace_analyzer.diff.pairing.ignored_rows import excuse
 from gradtrace_analyzer.diff.pairing.opening import Opening, Reading
 from gradtrace_analyzer.diff.pairing.tally import merged_spread, steps_of
 from gradtrace_analyzer.diff.scope.selection import Chosen
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.failures.failed_passes import Failure, one_sided_failures
+from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_analyzer.words.places import whereabouts_sql
 
 # Rows of one step that are looked at one by one. Where more differ, of each rank and table the first ones are, in

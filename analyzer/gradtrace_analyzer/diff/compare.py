@@ -58,6 +58,7 @@ from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import row_counts, table_counts
 from gradtrace_analyzer.sql.views import connect_pair
+from gradtrace_analyzer.words.nouns import other_side
 
 # Equal rows of the same kind in front of the first difference that prove a job reproducible on their own.
 WITNESS_ROWS = 8
@@ -372,9 +373,8 @@ def _is_reproducible(
 
 
 def _lone_ranks(cover: Cover) -> list[Lone]:
-    other = {"baseline": "candidate", "candidate": "baseline"}
     return [
-        Lone(kind="rank", name=str(rank), only_in=other[side], ranks=(rank,))
+        Lone(kind="rank", name=str(rank), only_in=other_side(side), ranks=(rank,))
         for side, missing in cover.missing_ranks.items()
         for rank in missing
     ]

@@ -10,9 +10,13 @@ from operator import itemgetter
 from typing import Any
 
 from gradtrace_analyzer.diff.links import STATISTICS, LinkTable, link_of
+from gradtrace_analyzer.numerics.sketches import factor_between, relative_error
 
 # What tells that a value is too long or too short (`Change.told_by`): more than rounding makes it, or each time alike.
 LENGTHS = ("length", "steady")
+
+# A larger factor, or a smaller one than its inverse, is of unrelated values, such as memory that was never written.
+LARGEST_FACTOR = 1e3
 
 
 @dataclass(frozen=True)
@@ -39,22 +43,11 @@ class Change:
 
     @property
     def factor(self) -> float | None:
-        """f where candidate = f x baseline within noise and f is not 1: from the sketches, which are linear."""
+        """f where candidate = f x baseline within what their sketches tell, and f is not 1; else None."""
         if self.baseline is None or self.candidate is None:
             return None
-        a, b = self.baseline.get("sketch"), self.candidate.get("sketch")
-        if not a or not b or len(a) != len(b):
-            return None
-        square = sum(x * x for x in a)
-        if square == 0 or not math.isfinite(square):
-            return None
-        factor = sum(x * y for x, y in zip(a, b, strict=True)) / square
-        rest = math.sqrt(sum((y - factor * x) ** 2 for x, y in zip(a, b, strict=True)) / square)
-        if not 1e-3 < abs(factor) < 1e3:
-            return None  # unrelated values, such as memory that was never written
-        # Another difference of the same size lies along the baseline this closely by chance about once in
-        # a thousand times with 4 lanes, and far more rarely with 16.
-        return factor if abs(factor - 1) > 1e-5 and rest < 0.05 * abs(factor - 1) else None
+        sketches = self.baseline.get("sketch"), self.candidate.get("sketch")
+        return factor_between(*sketches, most=LARGEST_FACTOR)
 
 
 @dataclass(frozen=True)
@@ -157,15 +150,10 @@ def changed_gradient(values: Sequence[Any], is_equal: bool, d: Difference) -> Ch
     """One gradient on both sides; `values` are the statistics, baseline and candidate in turn."""
     baseline = dict(zip(STATISTICS, values[::2], strict=True))
     candidate = dict(zip(STATISTICS, values[1::2], strict=True))
-    a, b = baseline["sketch"], candidate["sketch"]
-    larger = max(baseline["norm"] or 0.0, candidate["norm"] or 0.0)
-    error = math.dist(a, b) / larger if a and b and len(a) == len(b) and larger else None
-    if any((baseline[s] or 0) != (candidate[s] or 0) for s in ("nan_count", "inf_count")):
-        error = None
     whole = d.writes or d.reads
     return Change(
         differs=not is_equal,
-        error=error,
+        error=relative_error(baseline, candidate, from_sketches_alone=True),
         tolerance=whole.tolerance if whole is not None else 0.0,
         baseline=baseline,
         candidate=candidate,

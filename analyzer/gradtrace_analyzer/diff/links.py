@@ -33,9 +33,6 @@ LOCAL_LINKS = frozenset(LINKS[: LINKS.index("bucket")])
 # What of a tensor summary a pair of rows keeps of each side, besides its fingerprint.
 STATISTICS = ("numel", "dtype", "norm", "abs_max", "sum", "nan_count", "inf_count", "sketch")
 
-# The schemas of a connection that holds both runs.
-SIDES = ("baseline", "candidate")
-
 
 @dataclass(frozen=True)
 class LinkTable:

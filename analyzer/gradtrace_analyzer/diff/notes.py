@@ -11,7 +11,7 @@ from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.failures.endings import endings
 from gradtrace_analyzer.failures.phrases import died_phrase
 from gradtrace_analyzer.runs.run import Run, is_same_recording
-from gradtrace_analyzer.words.numbers import ranks_phrase
+from gradtrace_analyzer.words.numbers import counted, ranks_phrase
 
 
 def compared_with_itself(runs: Mapping[str, Run]) -> list[str]:
@@ -25,7 +25,7 @@ def counted_only(structure: Structure, aside: Sequence[Aside], count: int) -> li
     """That what one side alone has is not told of all steps, where it is told, or was set `aside`."""
     if not count or not (structure.lone or any(a.only_in != "both" for a in aside)):
         return []
-    which = "1 more step" if count == 1 else f"{count:,} more steps"
+    which = counted(count, "more step")
     return [
         f"What one side alone has was looked for in the steps that were opened; of {which} what differs was counted."
     ]

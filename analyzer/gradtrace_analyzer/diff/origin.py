@@ -9,7 +9,7 @@ from typing import Any
 from gradtrace_analyzer.diff.code.structure import Lone
 from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.failures.failed_passes import Failure
-from gradtrace_analyzer.sql.pipelines import Place
+from gradtrace_analyzer.sql.pipelines import StagePlace
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Origin:
     replays: tuple[Replayed, ...] = ()
     code: tuple[Lone, ...] = ()
     follower: Difference | None = None
-    place: Place | None = None
+    place: StagePlace | None = None
     source: tuple[int, int] | None = None
     repeat_count: int = 0
     heirs: Mapping[str, tuple[int, int]] = field(default_factory=dict)

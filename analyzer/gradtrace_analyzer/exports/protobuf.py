@@ -62,19 +62,19 @@ class TraceWriter:
         return _packet(_number(13, _STATE_CLEARED))
 
     def process(self, track: int, pid: int, name: str) -> bytes:
-        """A process and its track."""
+        """Packet of a process, and of its track, on which its tracks are ordered by their places."""
         about = _number(1, pid) + _text(6, name)
         return _packet(
             _message(60, _number(1, track) + _message(3, about) + _number(11, _EXPLICIT_ORDER))
         )
 
     def thread(self, track: int, pid: int, tid: int, name: str) -> bytes:
-        """A thread of a process, and its track."""
+        """Packet of a thread of a process, and of its track."""
         about = _number(1, pid) + _number(2, tid) + _text(5, name)
         return _packet(_message(60, _number(1, track) + _message(4, about)))
 
     def track(self, track: int, parent: int, name: str, place: int) -> bytes:
-        """Another track of a process, the `place`-th of its own."""
+        """Packet of another track of a process, the `place`-th of its own; `parent` is the process's track."""
         return _packet(
             _message(
                 60, _number(1, track) + _text(2, name) + _number(5, parent) + _number(12, place)
@@ -111,12 +111,12 @@ class TraceWriter:
         return _packet(content + (_message(12, fresh) if fresh else b""))
 
     def end(self, track: int, at_ns: int) -> bytes:
-        """The innermost of what has begun on a track ends."""
+        """Packet that ends the innermost of what has begun on a track and not ended."""
         event = _number(9, _END) + _number(11, track)
         return _packet(_number(8, at_ns) + _number(13, _NEEDS_STATE) + _message(11, event))
 
     def _interned(self, kind: int, text: str) -> tuple[int, bytes]:
-        """(a text's number, what must be written the first time)."""
+        """(the number of a text, unique over all kinds, the bytes that tell it: none from the second time on)."""
         key = (kind, text)
         if key in self._names:
             return self._names[key], b""

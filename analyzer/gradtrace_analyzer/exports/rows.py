@@ -10,13 +10,13 @@ import pyarrow as pa
 from gradtrace_analyzer.errors import BadQuery
 from gradtrace_analyzer.exports.whole import whole_file
 from gradtrace_analyzer.reports.tables import distinct, rendered
-from gradtrace_analyzer.sql.sealed import Answer
+from gradtrace_analyzer.sql.sealed import QueryAnswer
 
 SUFFIXES = (".parquet", ".csv", ".json")
 _ROWS_AT_ONCE = 100_000
 
 
-def write_rows(path: Path, found: Answer, most: int = 0) -> int:
+def write_rows(path: Path, found: QueryAnswer, most: int = 0) -> int:
     """Write the rows, at most `most` of them where that is not 0, and say how many they were."""
     if path.suffix not in SUFFIXES:
         raise BadQuery(
@@ -39,7 +39,7 @@ def write_rows(path: Path, found: Answer, most: int = 0) -> int:
         return next(counter)
 
 
-def _write_parquet(path: Path, found: Answer, most: int) -> int:
+def _write_parquet(path: Path, found: QueryAnswer, most: int) -> int:
     import pyarrow.parquet as pq
 
     names = distinct(found.columns)

@@ -56,7 +56,7 @@ class Timeline:
     clocks: tuple[HostClock, ...]
 
     def process_name(self, rank: int) -> str:
-        """`rank 3 on host0`."""
+        """How a rank's process is called on the time line: `rank 3 on host0`."""
         rows = self.connection.execute("SELECT host FROM ranks WHERE rank = ?", [rank]).fetchall()
         host = rows[0][0] if rows else None
         return f"rank {rank} on {host}" if host else f"rank {rank}"

@@ -52,7 +52,7 @@ def whole_file(path: Path, also: str = "") -> Iterator[Path]:
 
 @contextmanager
 def _told(named: Path) -> Iterator[None]:
-    """What the system refuses, as CannotWrite."""
+    """Raise CannotWrite, which names the file, for what the system refuses inside; a closed pipe is passed on."""
     try:
         yield
     except BrokenPipeError:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from gradtrace_analyzer.failures.failed_passes import FailedPass, failed_passes
 from gradtrace_analyzer.failures.under_way import StageAction, under_way
 from gradtrace_analyzer.failures.waiting import Wait, waits
-from gradtrace_analyzer.runs.last_seen import LastSeen, Place, last_seen
+from gradtrace_analyzer.runs.last_seen import LastSeen, RankPlace, last_seen
 from gradtrace_analyzer.runs.run import RankInfo, Run
 from gradtrace_analyzer.sql.views import connect
 
@@ -29,7 +29,7 @@ State = Literal[
     "missing",
     "not_asked",
 ]
-Verdict = Literal["well", "found", "unknown"]
+EndingsVerdict = Literal["well", "found", "unknown"]
 
 # What is something to look at, and what leaves the question open.
 _FOUND: tuple[State, ...] = ("raised", "died", "silent", "stuck", "waits")
@@ -56,7 +56,7 @@ class Ending:
     state: State
     facts: Mapping[str, Any]
     seen: LastSeen | None = None
-    place: Place | None = None
+    place: RankPlace | None = None
     idle_ns: int | None = None
     wait: Wait | None = None
     stage: StageAction | None = None
@@ -76,13 +76,13 @@ class Ending:
 
 @dataclass(frozen=True)
 class Endings:
-    """All ranks of an attempt, by rank."""
+    """How all ranks of an attempt ended, or where they are; by rank, those that recorded nothing among them."""
 
     run: Run
     ranks: tuple[Ending, ...]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> EndingsVerdict:
         """Whether all ranks ended by themselves, something was found, or it cannot be told yet."""
         states = {ending.state for ending in self.ranks}
         if states & set(_FOUND) or any(ending.place for ending in self.of("ended")):
@@ -90,12 +90,15 @@ class Endings:
         return "unknown" if not states or states & set(_OPEN) else "well"
 
     def of(self, *states: State) -> tuple[Ending, ...]:
-        """The ranks in these states."""
+        """The endings in any of these states, by rank."""
         return tuple(ending for ending in self.ranks if ending.state in states)
 
 
 def endings(run: Run, stuck_seconds: float = STUCK_SECONDS) -> Endings:
-    """How each rank of the run ended, or where it is."""
+    """How each rank of the run ended, or where it is; one that lives is stuck after `stuck_seconds` without an event.
+
+    Of ranks on this machine their processes are asked.
+    """
     with connect([run]) as connection:
         reductions = waits(run, connection)
         stages = under_way(connection)
@@ -136,7 +139,7 @@ def _ending(
 ) -> Ending:
     rank = info.rank
     seen = last_seen(run, rank)
-    place: Place | None = None
+    place: RankPlace | None = None
     idle = None
     if info.is_complete or (seen is not None and seen.closed_ns):
         uncaught, place = _uncaught(info.facts), _left_in(info.facts)
@@ -168,7 +171,7 @@ def _ending(
     )
 
 
-def _was_waiting(wait: Wait | None, place: Place | None, last: FailedPass | None) -> bool:
+def _was_waiting(wait: Wait | None, place: RankPlace | None, last: FailedPass | None) -> bool:
     """Whether the rank had run all Nodes there were, and stood in the engine, until its end or an exception there."""
     if wait is None:
         return False
@@ -181,7 +184,7 @@ def _was_waiting(wait: Wait | None, place: Place | None, last: FailedPass | None
 
 
 def _is_asked(run: Run, rank: int) -> bool:
-    """GRADTRACE_RANKS, as the ranks that recorded say it: `0-3`."""
+    """Whether GRADTRACE_RANKS asked for a rank, as those that recorded say in their settings: `0-3`, none for all."""
     spans = [
         tuple(map(int, str(span).split("-")))
         for info in run.ranks.values()
@@ -197,20 +200,20 @@ def _uncaught(facts: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _left_in(facts: Mapping[str, Any]) -> Place | None:
+def _left_in(facts: Mapping[str, Any]) -> RankPlace | None:
     kept = facts.get("left_in")
     if not isinstance(kept, dict):
         return None
     name, step = kept.get("name"), kept.get("step")
     if kept.get("doing") == "optimizer":
-        return Place(0, "optimizer", 0, step, optimizer=name)
-    return Place(0, "module", 0, step, module_fqn=name)
+        return RankPlace(0, "optimizer", 0, step, optimizer=name)
+    return RankPlace(0, "module", 0, step, module_fqn=name)
 
 
 def _dropped(
     facts: Mapping[str, Any], seen: LastSeen | None
 ) -> dict[str, tuple[int, int | None, int | None]]:
-    """By table: how many rows had no room, and in which steps."""
+    """By table: how many rows had no room in the journal, and the first and last step of those (None: of no step)."""
     if seen is not None and seen.dropped:
         return {name: (drop[0], *_steps(drop[1:])) for name, drop in seen.dropped.items()}
     counts, steps = facts.get("dropped"), facts.get("dropped_steps")

@@ -8,10 +8,11 @@ from typing import Any
 
 import duckdb
 
-from gradtrace_analyzer.words.nouns import module_phrase
+from gradtrace_analyzer.words.nouns import SIDES, enumerated, module_phrase, other_side
 from gradtrace_analyzer.words.numbers import verb
 
-_OTHER = {"baseline": "candidate", "candidate": "baseline"}
+# So many parameters are named in a sentence.
+_MOST_NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class FailedPass:
 
     @property
     def said(self) -> str:
-        """`RuntimeError: its first line`."""
+        """The exception as Python shows it, its first line cut at 200 characters: `RuntimeError: its first line`."""
         text = str(self.row["exception_text"] or "").strip()
         first = text.splitlines()[0] if text else ""
         first = first if len(first) <= 200 else f"{first[:200].rstrip()} ..."
@@ -81,13 +82,13 @@ def one_sided_failures(connection: duckdb.DuckDBPyConnection) -> list[Failure]:
     The connection must hold `baseline`, `candidate` and `common`, as `Alignment` leaves them.
     """
     both = "SEMI JOIN common USING (rank, step)"
-    by_side = {side: failed_passes(connection, f"{side}.", both) for side in _OTHER}
+    by_side = {side: failed_passes(connection, f"{side}.", both) for side in SIDES}
     places = {side: {_place(f) for f in passes} for side, passes in by_side.items()}
     found = [
         Failure(**vars(with_reach(connection, f, f"{side}.")), side=side)
         for side, passes in by_side.items()
         for f in passes
-        if _place(f) not in places[_OTHER[side]]
+        if _place(f) not in places[other_side(side)]
     ]
     return sorted(found, key=lambda f: (f.step, f.rank, f.side))
 
@@ -175,11 +176,9 @@ def with_reach(
     )
 
 
-def _named(names: tuple[str, ...], most: int = 6) -> str:
-    """`a, b and 3 more`."""
-    if len(names) <= most:
-        return ", ".join((*names[:-2], " and ".join(names[-2:]))) if names else "none"
-    return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
+def _named(names: Sequence[str]) -> str:
+    """`a, b and 3 more`: the last of those that are named makes room for what is left."""
+    return enumerated(names, _MOST_NAMED - (len(names) > _MOST_NAMED)) or "none"
 
 
 def _dicts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradtrace_analyzer.failures.endings import Ending
-from gradtrace_analyzer.runs.last_seen import Place
+from gradtrace_analyzer.runs.last_seen import RankPlace
 from gradtrace_analyzer.words.nouns import module_phrase
 
 
@@ -14,7 +14,7 @@ def died_phrase(ending: Ending) -> str:
     return f"rank {ending.rank} {verb_} {where}"
 
 
-def where_phrase(place: Place) -> str:
+def where_phrase(place: RankPlace) -> str:
     """`in step 3, in SigmoidBackward0 of blocks.2`."""
     step = "" if place.step is None else f"in step {place.step}, "
     if place.doing == "node":

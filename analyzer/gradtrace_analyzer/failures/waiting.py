@@ -33,7 +33,7 @@ class Wait:
 
     @property
     def for_ranks(self) -> tuple[int, ...]:
-        """The ranks that it waits for."""
+        """The ranks that it waits for: absent, or with another collective in its place."""
         return tuple(sorted({*self.absent, *(rank for rank, *_ in self.others)}))
 
 

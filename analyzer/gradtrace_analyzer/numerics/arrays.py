@@ -12,7 +12,11 @@ Array = npt.NDArray[Any]
 
 
 class Side:
-    """One side's summaries of one role, as arrays."""
+    """One side's summaries of one role, as arrays with an element for each row.
+
+    `whole` is where there are fingerprint and norm; `has_norms_alone`, where there is no fingerprint. Elements of
+    `fingerprint` and `norm` mean nothing where there is none; `numel` is -1 there.
+    """
 
     def __init__(self, rows: pa.Table, prefix: str) -> None:
         self.rows, self.prefix = rows, prefix
@@ -25,6 +29,7 @@ class Side:
 
 
 def _array(rows: pa.Table, name: str) -> Any:
+    """A column as one Arrow array, copied where it lies in several chunks."""
     column = rows.column(name)
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
@@ -35,7 +40,7 @@ _ALL.setflags(write=False)
 
 
 def all_true(count: int) -> npt.NDArray[np.bool_]:
-    """As many, not to be written to."""
+    """`count` times True, not to be written to: short ones share their memory."""
     return _ALL[:count] if count <= len(_ALL) else np.ones(count, bool)
 
 
@@ -45,6 +50,7 @@ def values_of(rows: pa.Table, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
 
 
 def _values(array: Any) -> tuple[Array, npt.NDArray[np.bool_]]:
+    """(values as a view of the array's buffer, whether there is one); booleans alone are copied."""
     kind = array.type.to_pandas_dtype()
     count, offset = len(array), array.offset
     valid, data = array.buffers()
@@ -59,12 +65,13 @@ def _values(array: Any) -> tuple[Array, npt.NDArray[np.bool_]]:
 
 
 def _bits(buffer: Any, offset: int, count: int) -> npt.NDArray[np.bool_]:
+    """Bits of a buffer, in Arrow's order, as an array of `count` booleans."""
     packed = np.frombuffer(buffer, np.uint8)
     return np.unpackbits(packed, bitorder="little")[offset : offset + count].astype(bool)
 
 
 def numbers_of(rows: pa.Table, name: str) -> Array:
-    """An integer column, -1 where it is null."""
+    """An integer column as an array, -1 where it is null."""
     array = _array(rows, name)
     values, has = _values(array)
     return np.where(has, values, -1) if array.null_count else values

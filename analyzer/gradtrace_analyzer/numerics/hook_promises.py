@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradtrace_analyzer.numerics.tolerance import epsilon
+from gradtrace_analyzer.numerics.tolerance import LANE_EPSILON, epsilon
 
 # How far a bucket may lie from the mean: rounding of its dtype, of the dtype on the wire, a level of a quantized
 # range, by as much as the hook likes (measured and told), or nothing is promised at all.
 Bound = Literal["rounding", "wire", "level", "none", "no_promise"]
 
 FLOAT16_LARGEST = 65504.0
-_LEAST_EPSILON = 2.0**-23  # the sketch's lanes are float32
 _LEVELS = 255
 
 # Below these a dtype holds multiples of them alone: what is smaller rounds by half of one, however small it is.
@@ -93,7 +92,7 @@ def allowed_error(
     held = promise.wire or dtype
     floor = _floor(held, rank_count, numel, scale)
     if promise.bound == "rounding":
-        return 4 * max(epsilon(held), _LEAST_EPSILON) * spread + floor
+        return 4 * max(epsilon(held), LANE_EPSILON) * spread + floor
     if promise.bound == "wire":
         return epsilon(held) * spread + floor
     if promise.bound == "level":
@@ -116,5 +115,5 @@ def may_compress(hook_name: str | None, error: float, rank_count: int) -> bool:
 
 
 def hook_phrase(hook_name: str | None) -> str:
-    """What reduced a bucket, in a sentence."""
+    """What reduced a bucket, in a sentence: the hook's name, or DDP itself."""
     return hook_name or "DDP's own reduction"

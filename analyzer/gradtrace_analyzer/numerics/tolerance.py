@@ -35,7 +35,7 @@ import numpy.typing as npt
 CONFIDENCE = 3.0
 
 # Unit roundoff: half of the distance from 1 to the next number.
-_ROUNDOFF = {
+ROUNDOFF = {
     "float64": 2.0**-53,
     "complex128": 2.0**-53,
     "float32": 2.0**-24,
@@ -48,8 +48,19 @@ _ROUNDOFF = {
     "float8_e5m2fnuz": 2.0**-3,
 }
 
+# Of a float8 that is not in the table, the coarsest of those that are.
+_OTHER_FLOAT8 = 2.0**-3
+
+# No module's arithmetic is finer.
+FINEST = ROUNDOFF["float64"]
+
 # What `--precision` and the job's switches name. TF32 keeps 10 bits behind the point, as float16 does.
-PRECISIONS = {"tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
+PRECISIONS = {
+    "tf32": ROUNDOFF["float16"],
+    "bf16": ROUNDOFF["bfloat16"],
+    "fp16": ROUNDOFF["float16"],
+    "fp8": ROUNDOFF["float8_e4m3fn"],
+}
 
 # The relative standard error of |sketch(a) - sketch(b)| as an estimate of |a - b|, by lanes: sqrt(1 / (2 lanes)).
 STANDARD_ERROR = {4: 0.37, 16: 0.18}
@@ -58,9 +69,35 @@ STANDARD_ERROR = {4: 0.37, 16: 0.18}
 # evidence either way, with 16 lanes 1.5 is over two standard errors.
 DECISIVE = {4: 4.0, 16: 1.5}
 
+# The same where the norm and the sum of a whole are all that there is to estimate from.
+DECISIVE_OF_SUMS = 3.0
+
+# Lanes of a sketch are float32: the distance from 1 to the next number there.
+LANE_EPSILON = 2 * ROUNDOFF["float32"]
+
+# Two ways to add up one tensor's norm differ by at most this share of it.
+AS_ADDED_UP = 1e-6
+
+# A norm of fewer numbers says little of what lengthens them.
+FEWEST_NUMBERS = 64
+
+# By how much a relative change of the weights, or of the forward, may show in one link more than in another.
+GROWTH = 4.0
+
+# How many times the noise that is seen in a step's forward its backward pass may show.
+SEEN = 8.0
+
+# A gradient this much smaller than its step's largest may be what is left of a cancellation.
+NOISE_FLOOR = 1e-3
+
+# What is rounded once to another dtype differs by no more than so many units of roundoff.
+ROUNDED_ONCE = 1.01
+
+# A running statistic averages what may cancel: by how much wider its tolerance is than an output's.
+WIDER_STATISTICS = 64.0
 
 # What a law of one run allows for a few operations in a row, in units of a dtype's last place.
-UNITS = 16
+LAW_ULPS = 16
 
 
 def epsilon(dtype: str | None) -> float:
@@ -69,16 +106,16 @@ def epsilon(dtype: str | None) -> float:
 
 
 def roundoff(dtype: str | None) -> float:
-    """Unit roundoff of a dtype; 0 for one whose values are exact."""
+    """Unit roundoff of a dtype, by torch's name without `torch.`; 0 for one whose values are exact, and for None."""
     if dtype is None:
         return 0.0
-    return _ROUNDOFF.get(dtype, 2.0**-3 if dtype.startswith("float8") else 0.0)
+    return ROUNDOFF.get(dtype, _OTHER_FLOAT8 if dtype.startswith("float8") else 0.0)
 
 
 def roundoff_sql(dtype: str) -> str:
-    """The same as a SQL expression over a column."""
-    cases = " ".join(f"WHEN '{name}' THEN {unit!r}::DOUBLE" for name, unit in _ROUNDOFF.items())
-    return f"(CASE {dtype} {cases} ELSE CASE WHEN {dtype} LIKE 'float8%' THEN {2.0**-3!r}::DOUBLE ELSE 0 END END)"
+    """The same as a SQL expression over a column: what the macro `roundoff` is made of."""
+    cases = " ".join(f"WHEN '{name}' THEN {unit!r}::DOUBLE" for name, unit in ROUNDOFF.items())
+    return f"(CASE {dtype} {cases} ELSE CASE WHEN {dtype} LIKE 'float8%' THEN {_OTHER_FLOAT8!r}::DOUBLE ELSE 0 END END)"
 
 
 @dataclass(frozen=True)
@@ -112,11 +149,11 @@ class Rule:
         return r / 3 + r * r / 2
 
     def layer(self) -> float:
-        """The relative error that one layer alone may add."""
+        """The relative error that one layer alone may add to what it receives."""
         return CONFIDENCE * self._of_a_layer()
 
     def _of_a_layer(self) -> float:
-        accumulated = 0.0 if self.unit < 2.0**-40 else 2.0**-24
+        accumulated = 0.0 if self.unit < 2.0**-40 else ROUNDOFF["float32"]
         sum_unit = accumulated or self.unit
         return self.unit + sum_unit * math.sqrt(max(1, self.summands))
 
@@ -131,6 +168,9 @@ class Rule:
 # norm, with the estimate's error.
 UPDATED, UNJUDGED = 1e-3, 2.5
 
+# How many units of roundoff of a parameter its update may add, however small that is.
+UPDATE_ROUNDINGS = 8.0
+
 # By how much an error may grow from a gradient to what plain SGD makes of it.
 PASSED_ON = 4.0
 
@@ -138,12 +178,15 @@ PASSED_ON = 4.0
 # squared update turns around (the share of normal numbers below r, times four).
 TURNED = 1.6
 
+# How many times the step that so turns around by expectation is allowed to.
+TURNED_TIMES = 6
+
 
 def share_of_update(error: npt.NDArray[np.float64], *, is_plain: bool) -> npt.NDArray[np.float64]:
     """What share of an update an error of the gradient explains; `is_plain` for optimizers such as SGD."""
     if is_plain:
         return UPDATED + PASSED_ON * error
-    return np.asarray(UPDATED + 6 * np.sqrt(TURNED * error))
+    return np.asarray(UPDATED + TURNED_TIMES * np.sqrt(TURNED * error))
 
 
 @dataclass(frozen=True)
@@ -157,7 +200,7 @@ class Least:
     scale: float = 0.0
     summands: int = 1
     layers: int = 1
-    unit: float = 2.0**-53
+    unit: float = FINEST
     is_plain: bool = True
 
     def layer(self, unit: float) -> float:
@@ -165,11 +208,11 @@ class Least:
         return self.scale * self._rule(unit).layer()
 
     def forward(self, unit: float) -> float:
-        """What an output is allowed at least."""
+        """The relative error that a module's output is allowed at least, whatever its step shows."""
         return self.scale * self._rule(unit).forward()
 
     def norm(self, unit: float) -> float:
-        """By how much a link may lengthen what it hands on."""
+        """By how much more than it received a link may hand on at least, as a share of the norm."""
         return self.scale * self._rule(unit).norm()
 
     def of_update(self, gradient_errors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from gradtrace_analyzer.check.check import Answer, Cover
-from gradtrace_analyzer.check.law import Law, Violation
+from gradtrace_analyzer.check.check import CheckAnswer, CheckCover
+from gradtrace_analyzer.check.law import Violation
+from gradtrace_analyzer.check.laws.equality import parameters_equal
+from gradtrace_analyzer.check.laws.finite import values_finite
+from gradtrace_analyzer.check.laws.handovers import handovers_equal
+from gradtrace_analyzer.check.laws.reductions import reduction_is_mean
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.words.numbers import counted, ranks_phrase, steps_phrase
 
@@ -33,29 +37,8 @@ _KEYS = (
     "explanation",
 )
 
-# What one comparison of each law is about.
-_UNITS = {
-    Law.DATA_DIFFER: ("step", "steps"),
-    Law.VALUES_FINITE: ("tensor", "tensors"),
-    Law.FORWARD_IS_FRESH: ("pair of steps", "pairs of steps"),
-    Law.REPLAYS_EQUAL: ("Node run again", "Nodes run again"),
-    Law.PASSES_COMPLETE: ("backward pass", "backward passes"),
-    Law.HANDOVERS_EQUAL: ("handover", "handovers"),
-    Law.ACTIONS_COMPLETE: ("microbatch of a stage", "microbatches of stages"),
-    Law.GRADIENTS_ACCUMULATE: ("accumulation", "accumulations"),
-    Law.MICROBATCHES_ADD_UP: ("sum", "sums"),
-    Law.WRAPPER_CALLED: ("backward pass", "backward passes"),
-    Law.LAST_PASS_REDUCES: ("optimizer step", "optimizer steps"),
-    Law.PASSES_MATCH: ("step", "steps"),
-    Law.BUCKETS_LAUNCHED: ("backward pass", "backward passes"),
-    Law.COLLECTIVES_MATCH: ("reduction", "reductions"),
-    Law.REDUCTION_IS_MEAN: ("bucket", "buckets"),
-    Law.GRADIENTS_EQUAL: ("bucket or gradient", "buckets and gradients"),
-    Law.PARAMETERS_EQUAL: ("parameter", "parameters"),
-}
 
-
-def explanation(answer: Answer) -> str:
+def explanation(answer: CheckAnswer) -> str:
     """What a person would say first."""
     if answer.verdict == "incomparable":
         reasons = dict.fromkeys(answer.not_judged.values())
@@ -69,21 +52,21 @@ def explanation(answer: Answer) -> str:
     return " ".join((_clean(answer), *warnings))
 
 
-def _cause(v: Violation, answer: Answer) -> Violation:
+def _cause(v: Violation, answer: CheckAnswer) -> Violation:
     """What a violation follows from, a warning too; itself where it follows from nothing."""
     causes = (w for w in answer.violations if w.law is v.inherits and w.step == v.step)
     found = next(causes, None)
     return v if found is None else _cause(found, answer)
 
 
-def lines(answer: Answer, name: str) -> Iterator[str]:
+def lines(answer: CheckAnswer, name: str) -> Iterator[str]:
     """The answer for a terminal: sentences, then what was judged and what was not."""
     yield f"{answer.verdict}: {name}"
     yield ""
     if answer.verdict != "violated":
         yield _clean(answer) if answer.verdict == "clean" else explanation(answer)
     for v in answer.violations:
-        yield f"{v.severity}  {v.law.name_}"
+        yield f"{v.severity}  {v.law.name}"
         yield f"  {v.explanation}"
     if answer.compression:
         yield ""
@@ -106,20 +89,20 @@ def lines(answer: Answer, name: str) -> Iterator[str]:
     yield ""
     yield from answer.notes
     for reason in dict.fromkeys(answer.not_judged.values()):
-        laws = [law.name_ for law, why in answer.not_judged.items() if why == reason]
+        laws = [law.name for law, why in answer.not_judged.items() if why == reason]
         yield f"Not judged, since {reason}: {', '.join(laws)}."
     yield from _caveats(answer.cover)
     yield f"Judged: {_judged(answer)}; {_extent(answer.cover)}."
 
 
-def as_object(answer: Answer) -> dict[str, Any]:
+def as_object(answer: CheckAnswer) -> dict[str, Any]:
     """The answer for a program. Keys that do not apply are null."""
     return {
         "verdict": answer.verdict,
         "violations": [_violation_object(v) for v in answer.violations],
         "compression": [asdict(c) for c in answer.compression],
-        "judged": {law.name_: count for law, count in answer.judged.items()},
-        "not_judged": {law.name_: reason for law, reason in answer.not_judged.items()},
+        "judged": {law.name: count for law, count in answer.judged.items()},
+        "not_judged": {law.name: reason for law, reason in answer.not_judged.items()},
         "cover": {
             **asdict(answer.cover),
             "steps": {str(rank): own for rank, own in answer.cover.steps.items()},
@@ -131,54 +114,47 @@ def as_object(answer: Answer) -> dict[str, Any]:
 
 def _violation_object(v: Violation) -> dict[str, Any]:
     return {
-        "law": v.law.name_,
+        "law": v.law.name,
         "severity": v.severity,
         **{key: getattr(v, key) for key in _KEYS},
         "ranks": list(v.ranks),
-        "inherits": None if v.inherits is None else v.inherits.name_,
+        "inherits": None if v.inherits is None else v.inherits.name,
     }
 
 
-def _clean(answer: Answer) -> str:
+def _clean(answer: CheckAnswer) -> str:
     """`Clean: 12 parameters equal on ranks 0-1 before and after 3 steps, 6 buckets are the mean.`"""
     said = []
     counts, judged = answer.clean_counts, answer.judged
-    if judged.get(Law.PARAMETERS_EQUAL):
+    if judged.get(parameters_equal):
         said.append(
             f"{counted(counts['parameters'], 'parameter')} equal on {ranks_phrase(answer.cover.ranks)} before and "
             f"after {counted(counts['steps'], 'step')}"
         )
-    buckets = judged.get(Law.REDUCTION_IS_MEAN)
+    buckets = judged.get(reduction_is_mean)
     if buckets:
         said.append(
             f"{counted(buckets, 'bucket')} {'is' if buckets == 1 else 'are'} the mean of the ranks' own"
         )
-    handed = judged.get(Law.HANDOVERS_EQUAL)
+    handed = judged.get(handovers_equal)
     if handed:
         said.append(
             f"{counted(handed, 'tensor')} handed on between stages {'is' if handed == 1 else 'are'} what was sent"
         )
-    finite = not any(v.law is Law.VALUES_FINITE for v in answer.violations)
-    if judged.get(Law.VALUES_FINITE) and finite:
-        said.append(f"{counted(judged[Law.VALUES_FINITE], 'tensor')} finite")
+    finite = not any(v.law is values_finite for v in answer.violations)
+    if judged.get(values_finite) and finite:
+        said.append(f"{counted(judged[values_finite], 'tensor')} finite")
     return f"Clean: {', '.join(said) or 'no law is broken'}."
 
 
-def _judged(answer: Answer) -> str:
+def _judged(answer: CheckAnswer) -> str:
     return (
-        ", ".join(
-            f"{law.name_} ({_counted(count, _UNITS[law])})" for law, count in answer.judged.items()
-        )
+        ", ".join(f"{law.name} ({law.counted(count)})" for law, count in answer.judged.items())
         or "nothing"
     )
 
 
-def _counted(count: int, units: tuple[str, str]) -> str:
-    one, many = units
-    return f"1 {one}" if count == 1 else f"{count:,} {many}"
-
-
-def _extent(cover: Cover) -> str:
+def _extent(cover: CheckCover) -> str:
     """`ranks 0-1, steps 0-2`; rank by rank where their steps differ."""
     by_steps: dict[tuple[int, ...], list[int]] = {}
     for rank, steps in cover.steps.items():
@@ -187,7 +163,7 @@ def _extent(cover: Cover) -> str:
     return "; ".join(said) or "no steps"
 
 
-def _caveats(cover: Cover) -> Iterator[str]:
+def _caveats(cover: CheckCover) -> Iterator[str]:
     if cover.flight_steps is not None:
         yield (
             f"A flight recording, of which the last steps ({cover.flight_steps} at most) and those before a trigger "

@@ -12,16 +12,23 @@ from gradtrace_analyzer.failures.phrases import where_phrase
 from gradtrace_analyzer.failures.under_way import StageAction
 from gradtrace_analyzer.failures.waiting import Wait
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.runs.last_seen import LastSeen, Place
+from gradtrace_analyzer.runs.last_seen import LastSeen, RankPlace
 from gradtrace_analyzer.words.nouns import listed, module_phrase
-from gradtrace_analyzer.words.numbers import counted, ranks_phrase, spans, verb
+from gradtrace_analyzer.words.numbers import (
+    clock_text,
+    counted,
+    ranks_phrase,
+    seconds_text,
+    spans,
+    verb,
+)
 
 COLUMNS = ("rank", "state", "step", "where", "since", "waits for", "exception")
 _MOST_ALIKE = 8  # ranks of which each gets a sentence where they all ended by themselves
 
 
 def lines(found: Endings, name: str) -> Iterator[str]:
-    """The answer for a terminal."""
+    """The answer for a terminal: a sentence over all, a table, then one for each rank that did not just end."""
     yield f"{name} (attempt {found.run.attempt}): {explanation(found)}"
     yield ""
     yield from table_lines(COLUMNS, [_row(ending) for ending in found.ranks])
@@ -33,7 +40,7 @@ def lines(found: Endings, name: str) -> Iterator[str]:
 
 
 def as_object(found: Endings, name: str) -> dict[str, Any]:
-    """The same for a program."""
+    """The answer as JSON. Keys that do not apply are null."""
     return {
         "run": name,
         "attempt": found.run.attempt,
@@ -82,7 +89,7 @@ def explanation(found: Endings) -> str:
 
 
 def sentence(ending: Ending) -> str:
-    """One rank in a sentence or three."""
+    """How one rank ended or where it is, in a sentence each: state, exception, what it waits for, what was dropped."""
     rank, seen, place = f"Rank {ending.rank}", ending.seen, ending.place
     said: list[str] = []
     if ending.state == "missing":
@@ -129,36 +136,36 @@ def sentence(ending: Ending) -> str:
     return " ".join(said)
 
 
-def _whereabouts(ending: Ending, seen: LastSeen, place: Place | None) -> str:
+def _whereabouts(ending: Ending, seen: LastSeen, place: RankPlace | None) -> str:
     """`died in step 3, in SigmoidBackward0 of blocks.2, which began at 11:02:03.456 ...`"""
     where = "before its first event" if place is None else where_phrase(place)
     since = "" if place is None else _since(place, seen)
-    last = f"its last sign of life was at {clock(seen.last_unix_ns)}"
+    last = f"its last sign of life was at {clock_text(seen.last_unix_ns)}"
     idle = (ending.idle_ns or 0) / 1e9
     if ending.state == "died":
         return f"died {where}{since}; {last}"
     if ending.state == "silent":
         ago = (datetime.datetime.now().timestamp() * 1e9 - seen.last_unix_ns) / 1e9
         host = ending.facts.get("host") or "another host"
-        return f"was last seen {where}{since}; {last}, {seconds(ago)} ago, on {host}: it died, or its disk stalls"
+        return f"was last seen {where}{since}; {last}, {seconds_text(ago)} ago, on {host}: it died, or its disk stalls"
     if ending.state == "stuck":
-        return f"lives and has not moved for {seconds(idle)}: it is {where}{since}"
+        return f"lives and has not moved for {seconds_text(idle)}: it is {where}{since}"
     if ending.state == "waits":
-        return f"has waited for {seconds(idle)} {where}{since}"
+        return f"has waited for {seconds_text(idle)} {where}{since}"
     return f"is running: {where}{since}"
 
 
-def _since(place: Place, seen: LastSeen) -> str:
+def _since(place: RankPlace, seen: LastSeen) -> str:
     began = "which began at" if place.doing == "node" else "since"
-    at = clock(seen.wall_start_ns + place.since_ns)
-    return f", {began} {at} ({seconds(place.since_ns / 1e9)} after its recording began)"
+    at = clock_text(seen.wall_start_ns + place.since_ns)
+    return f", {began} {at} ({seconds_text(place.since_ns / 1e9)} after its recording began)"
 
 
 def _waiting(wait: Wait, seen: LastSeen) -> str:
     """`It waits in bucket 0 of step 3 (head.weight and 3 more) for rank 1, which has not launched it.`"""
     what = (
         f"Bucket {wait.bucket_index} of step {wait.step} ({listed(wait.parameter_fqns)}), launched at "
-        f"{clock(seen.wall_start_ns + wait.launched_ns)}, was not reduced"
+        f"{clock_text(seen.wall_start_ns + wait.launched_ns)}, was not reduced"
     )
     if wait.others:
         rank, step, bucket, fqns = wait.others[0]
@@ -178,7 +185,7 @@ def _stage_text(stage: StageAction, seen: LastSeen | None) -> str:
     """`Of its pipeline it was in stage 1's weight half of microbatch 3 of step 2, since 11:02:03.456.`"""
     since = ""
     if seen is not None and stage.error is None:
-        since = f", since {clock(seen.wall_start_ns + stage.start_ns)}"
+        since = f", since {clock_text(seen.wall_start_ns + stage.start_ns)}"
     if stage.error is not None:
         came = _first_line(stage.error).rstrip(".:")
         return f"Its pipeline was {stage.told} in step {stage.step} when an exception came: {came}."
@@ -235,7 +242,7 @@ def _row(ending: Ending) -> tuple[Any, ...]:
     step = ending.facts.get("last_step") if place is None else place.step
     if place is not None and seen is not None:
         where = where_phrase(place).removeprefix(f"in step {place.step}, ")
-        since = clock(seen.wall_start_ns + place.since_ns)
+        since = clock_text(seen.wall_start_ns + place.since_ns)
     elif place is not None:
         where = where_phrase(place).removeprefix(f"in step {place.step}, ")
     elif failed is not None and (ending.uncaught is None or _is_said(ending)):
@@ -285,23 +292,6 @@ def _rank_object(ending: Ending) -> dict[str, Any]:
             for table, (count, first, last) in ending.dropped.items()
         },
     }
-
-
-def clock(unix_ns: int) -> str:
-    """Local time of the day, with milliseconds."""
-    at = datetime.datetime.fromtimestamp(unix_ns / 1e9)
-    return at.strftime("%H:%M:%S.") + f"{at.microsecond // 1000:03d}"
-
-
-def seconds(count: float) -> str:
-    """`0.52 s`, `41 s`, `3 min`, `2.5 h`, `3 days`."""
-    if count < 10:
-        return f"{count:.2g} s"
-    if count < 120:
-        return f"{count:.0f} s"
-    if count < 7200:
-        return f"{count / 60:.0f} min"
-    return f"{count / 3600:.1f} h" if count < 172_800 else f"{count / 86_400:.0f} days"
 
 
 def _first_line(text: str) -> str:

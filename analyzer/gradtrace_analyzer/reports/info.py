@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gradtrace_analyzer.reports.tables import bytes_text, table_lines
+from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.runs.flight import shortened_count, trigger_lines
 from gradtrace_analyzer.sql.inventory import Inventory
-from gradtrace_analyzer.words.numbers import spans
+from gradtrace_analyzer.words.numbers import bytes_text, counted, counts_phrase, spans
 
 _MOST_PROBLEMS = 5
 SIZE_COLUMNS = ("run", "table", "rows", "parts", "bytes", "journal_rows")
@@ -32,13 +32,13 @@ def info_lines(name: str, held: Inventory) -> Iterator[str]:
     yield ""
     columns = ["table", "rows", "parts", "size"]
     rows = [
-        [size.table, f"{size.rows:,}", f"{size.part_count:,}", bytes_text(size.size_bytes)]
-        for size in held.tables
+        [one.table, f"{one.rows:,}", f"{one.part_count:,}", bytes_text(one.size_bytes)]
+        for one in held.tables
     ]
-    if any(size.journal_rows for size in held.tables):
+    if any(one.journal_rows for one in held.tables):
         columns.append("rows in journals")
-        for row, size in zip(rows, held.tables, strict=True):
-            row.append(f"{size.journal_rows:,}")
+        for row, one in zip(rows, held.tables, strict=True):
+            row.append(f"{one.journal_rows:,}")
     for line in table_lines(columns, rows, right=columns[1:]):
         yield f"  {line}"
 
@@ -116,16 +116,16 @@ def _facts(held: Inventory) -> Iterator[tuple[str, str]]:
     yield "flight", _flight(held)
     for trigger in trigger_lines(held.run):
         yield "trigger", trigger
-    left = _counts(held.left_to_python)
+    left = counts_phrase(held.left_to_python)
     yield (
         "observer",
         ", ".join(held.observers) + (f"; passes left to Python: {left}" if left else ""),
     )
     if held.recorder_share is not None:
         yield "recorder took", f"{held.recorder_share:.2%} of the steps' time"
-    yield "dropped", _counts(held.dropped)
-    yield "unsummarised", _counts(held.unsummarised)
-    yield "not run again", _counts(held.replay_skipped)
+    yield "dropped", counts_phrase(held.dropped)
+    yield "unsummarised", counts_phrase(held.unsummarised)
+    yield "not run again", counts_phrase(held.replay_skipped)
 
 
 def _ranks(held: Inventory) -> str:
@@ -154,8 +154,7 @@ def _flight(held: Inventory) -> str:
 def _steps(held: Inventory) -> str:
     if held.first_step is None:
         return ""
-    count = f"{held.step_count:,} step{'' if held.step_count == 1 else 's'}"
-    return f"{held.first_step}-{held.last_step} ({count})"
+    return f"{held.first_step}-{held.last_step} ({counted(held.step_count, 'step')})"
 
 
 def _choices(settings: Mapping[str, Sequence[str]]) -> str:
@@ -171,7 +170,3 @@ def _choices(settings: Mapping[str, Sequence[str]]) -> str:
         if set(settings.get(name, ())) - {"[]", "null", '["0::1"]', '["::"]'}
     ]
     return ", ".join(said)
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())

@@ -119,16 +119,6 @@ def shortened(text: str, widest: int) -> str:
     return f"{text[:front]}…{text[len(text) - (widest - 1 - front) :]}"
 
 
-def bytes_text(count: int) -> str:
-    """A size in the unit that reads best: `512 B`, `1.4 MB`."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
-
-
 def _is_number(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from gradtrace_analyzer.errors import NoFlight
 from gradtrace_analyzer.runs.run import Run
-from gradtrace_analyzer.words.numbers import ranks_phrase, spans
+from gradtrace_analyzer.words.numbers import ranks_phrase, steps_phrase
 from gradtrace_schemas import layout
 
 _PAUSE_SECONDS = 0.1
@@ -36,7 +36,7 @@ def trigger_lines(run: Run) -> Iterator[str]:
             alike.setdefault(tuple(trigger.get(name) for name in known), []).append(rank)
     for (step, reason, first, last), ranks in alike.items():
         at = "" if step is None else f", step {step}"
-        steps = f"step{'s' if last > first else ''} {spans(range(first, last + 1))}"
+        steps = steps_phrase(range(first, last + 1))
         yield f"{ranks_phrase(ranks)}{at}: {reason} ({steps} written)"
 
 

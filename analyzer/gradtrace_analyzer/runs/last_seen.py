@@ -48,7 +48,7 @@ _SILENT_NS = 15 * 10**9
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a thread is since `since_ns` of the recording's clock.
 
     `node`: in that Node. `module`: in that module's forward. `backward`: in a backward pass, in no Node.
@@ -90,13 +90,13 @@ class LastSeen:
     monotonic_start_ns: int
     heartbeat_ns: int
     moved_ns: int
-    places: tuple[Place, ...]
+    places: tuple[RankPlace, ...]
     dropped: Mapping[str, tuple[int, int, int]]
     closed_ns: int = 0
     is_repaired: bool = False
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> RankPlace | None:
         """The place that matters most: in a Node, else inside anything, else the latest."""
         for doing in _INSIDE:
             inside = [place for place in self.places if place.doing == doing]
@@ -106,7 +106,7 @@ class LastSeen:
 
     @property
     def last_unix_ns(self) -> int:
-        """Wall time of its last sign of life."""
+        """Its last sign of life: its heartbeat or its last row, whichever is later; nanoseconds since 1970."""
         return max(self.heartbeat_ns, self.wall_start_ns + self.moved_ns)
 
     @property
@@ -126,7 +126,7 @@ class LastSeen:
         return max(0, time.time_ns() - self.wall_start_ns - since_ns)
 
     def as_object(self) -> dict[str, Any]:
-        """For the rank's json, once the journal is gone."""
+        """All fields, to be kept under `left_behind` in the rank's json once the journal is gone: see `of_object`."""
         return asdict(self)
 
 
@@ -139,7 +139,7 @@ def last_seen(run: Run, rank: int) -> LastSeen | None:
 
 
 def of_journal(contents: Contents) -> LastSeen:
-    """What a journal tells."""
+    """Where a rank was and what it dropped, by its journal: from the threads' open Nodes, and where each moved last."""
     header = contents.header
     places = tuple(_places(contents))
     ends = contents.of(NODE_EVENTS)["end_ns"]
@@ -154,13 +154,13 @@ def of_journal(contents: Contents) -> LastSeen:
 
 
 def of_object(kept: object) -> LastSeen | None:
-    """What `as_object` gave, None where it is something else."""
+    """The `LastSeen` of what `as_object` gave, `is_repaired`; None where it is something else, or lacks a field."""
     if not isinstance(kept, dict):
         return None
-    known = {field.name for field in fields(Place)}
+    known = {field.name for field in fields(RankPlace)}
     try:
         places = tuple(
-            Place(**{name: value for name, value in place.items() if name in known})
+            RankPlace(**{name: value for name, value in place.items() if name in known})
             for place in kept["places"]
         )
         mine = {field.name: kept[field.name] for field in fields(LastSeen) if field.name in kept}
@@ -169,7 +169,7 @@ def of_object(kept: object) -> LastSeen | None:
         return None
 
 
-def _places(contents: Contents) -> list[Place]:
+def _places(contents: Contents) -> list[RankPlace]:
     found = []
     for slot, thread in enumerate(contents.running):
         number, depth = int(thread["thread"]), min(int(thread["depth"]), THREAD_DEPTH)
@@ -186,12 +186,12 @@ def _places(contents: Contents) -> list[Place]:
     return found
 
 
-def _node(contents: Contents, thread: int, entry: Any, inside: str | None) -> Place:
+def _node(contents: Contents, thread: int, entry: Any, inside: str | None) -> RankPlace:
     def text(name: str) -> str | None:
         return text_of(contents.strings, int(entry[name]))
 
     sequence = int(entry["autograd_seq"])
-    return Place(
+    return RankPlace(
         thread=thread,
         doing="node",
         since_ns=int(entry["start_ns"]),
@@ -206,11 +206,11 @@ def _node(contents: Contents, thread: int, entry: Any, inside: str | None) -> Pl
     )
 
 
-def _outside(contents: Contents, thread: int, place: Any) -> Place:
+def _outside(contents: Contents, thread: int, place: Any) -> RankPlace:
     doing = _DOING[int(place["kind"])]
     name = text_of(contents.strings, int(place["name"]))
     is_optimizer = doing in ("optimizer", "after_optimizer")
-    return Place(
+    return RankPlace(
         thread=thread,
         doing=doing,
         since_ns=int(place["moved_ns"]),

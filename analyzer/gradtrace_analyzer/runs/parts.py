@@ -19,7 +19,7 @@ _LEAST_BYTES = 12  # magic, an empty footer, its length, magic
 
 @dataclass(frozen=True)
 class Part:
-    """One Parquet file of a table, by its absolute path."""
+    """One Parquet file of a table, by its absolute path. `number` counts a rank's parts of the table in an attempt."""
 
     table: str
     rank: int
@@ -30,7 +30,7 @@ class Part:
 
     @property
     def short_name(self) -> str:
-        """`steps/rank=00003/part-0-1.parquet`."""
+        """Its path within the run: `steps/rank=00003/part-0-1.parquet`."""
         return f"{self.table}/{layout.rank_name(self.rank)}/{os.path.basename(self.path)}"
 
 

@@ -112,7 +112,7 @@ def _is_of(found: Part | DamagedPart, attempt: int) -> bool:
 def _write_parts(
     run: Path, contents: Contents, found: Sequence[Part | DamagedPart]
 ) -> dict[str, int]:
-    """Write what no part holds yet; the number of rows by table."""
+    """Write the rows that no part holds yet as further parts; gives how many, by table."""
     header = contents.header
     newest = max(int(contents.numbers.max(initial=0)), header["drained"])
     whole: dict[str, list[Part]] = {}
@@ -165,7 +165,7 @@ def _fill_digests(
 def _of_parts(
     table: Table, parts: Sequence[Part], steps: Sequence[int], strings: Sequence[str]
 ) -> npt.NDArray[Any]:
-    """Rows of parts as records, as far as digests read them."""
+    """Rows of these steps as records of the journal, in the order of recording, with the columns that digests read."""
     prefixes = [summary.prefix for summary in table.summaries]
     has_point = any(column.name == "point" for column in table.columns)
     columns = ["step", "record_index", *(["point"] if has_point else [])]
@@ -196,7 +196,7 @@ def _of_parts(
 
 
 def _write_json(path: Path, contents: Contents) -> None:
-    """What the journal told of the rank's end, into its json."""
+    """Add to a rank's json how it ended, as its journal tells: left alone where the rank itself had written that."""
     try:
         facts = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -6,8 +6,6 @@ becomes a notice, which commands print on stderr. What the rows mean is left to 
 
 from __future__ import annotations
 
-from gradtrace_analyzer.words.numbers import spans, ranks_phrase
-
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,6 +18,7 @@ import pyarrow as pa
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
 from gradtrace_analyzer.runs.journals import Journal, found_journals, leftover_rows, without_gap
 from gradtrace_analyzer.runs.parts import DamagedPart, Part, found_parts
+from gradtrace_analyzer.words.numbers import ranks_phrase, spans, verb
 from gradtrace_schemas import SCHEMA_VERSION, TABLES, layout
 from gradtrace_schemas.journal_reader import Contents
 
@@ -38,7 +37,7 @@ class RankInfo:
 
     @property
     def host(self) -> str | None:
-        """Name of its machine, None where it died before it said so."""
+        """The name of its machine; None where the rank died before it said so."""
         host = self.facts.get("host")
         return host if isinstance(host, str) else None
 
@@ -67,7 +66,7 @@ class Run:
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
-        """Ranks of the job that left nothing."""
+        """Ranks of the job's world that left nothing, no json and no journal; none where its size is not known."""
         return tuple(r for r in range(self.world_size or 0) if r not in self.ranks)
 
     @property
@@ -127,10 +126,6 @@ def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
     return replace(run, damaged=tuple(damage), notices=notices)
 
 
-
-
-
-
 def require_run(place: Path) -> None:
     """Raise NotARun, with what is there instead, where this is no run's directory."""
     if not place.exists():
@@ -178,7 +173,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _rank_files(run: Path) -> dict[tuple[int, int], Path]:
-    """The ranks' json by (rank, attempt)."""
+    """The paths of the ranks' json, by (rank, attempt), of all attempts."""
     folder = run / layout.RANKS
     found = ((layout.rank_and_attempt(n), n) for n in _names(folder) if n.endswith(".json"))
     return {place: folder / name for place, name in found if place is not None}
@@ -290,7 +285,7 @@ def _notices(
         yield f"{run.path} lacks {ranks_phrase(run.missing_ranks)} of {run.world_size}{because}"
     if run.incomplete_ranks:
         read = sum(len(rows) for by_rank in run.leftovers.values() for rows in by_rank.values())
-        were = "row was" if read == 1 else "rows were"
+        were = verb(read, "row was", "rows were")
         rows = f"; {read:,} {were} read from journals" if read else ""
         repaired = [r for r in run.incomplete_ranks if run.ranks[r].facts.get("left_behind")]
         others = [r for r in run.incomplete_ranks if r not in repaired]

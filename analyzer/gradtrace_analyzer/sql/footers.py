@@ -18,14 +18,14 @@ class Counts:
     rows: Mapping[tuple[str, int], int]
 
     def of(self, table: str, rank: int | None = None) -> int:
-        """Rows of a table that a rank has, or all ranks."""
+        """How many rows of a table a rank has, or all ranks together (None); 0 where it is not known."""
         if rank is not None:
             return self.rows.get((table, rank), 0)
         return sum(count for (name, _), count in self.rows.items() if name == table)
 
 
 def table_counts(connection: duckdb.DuckDBPyConnection, side: str, tables: Sequence[str]) -> Counts:
-    """Those of these tables of a side's views as they are now, which may not be what its parts hold."""
+    """The rows of a side's views as they are now, which may not be what its parts hold, by table and rank."""
     return Counts(
         {
             (name, rank): count
@@ -38,7 +38,7 @@ def table_counts(connection: duckdb.DuckDBPyConnection, side: str, tables: Seque
 
 
 def row_counts(connection: duckdb.DuckDBPyConnection, run: Run) -> Counts:
-    """Those of one attempt. The connection keeps the footers that were read for the queries that follow."""
+    """The rows of one attempt's parts and journals. The connection keeps the footers for the queries that follow."""
     places = {
         part.path: (part.table, part.rank)
         for by_rank in run.parts.values()

@@ -32,7 +32,7 @@ class NamedQuery:
 
 
 def named_queries() -> list[NamedQuery]:
-    """All of them, by name."""
+    """All queries of the folder `queries`, in the order of their names."""
     return [_read(path) for path in sorted(FOLDER.glob("*.sql"))]
 
 

@@ -29,7 +29,7 @@ _SUMMARY = ("numel", "dtype", "norm", "nan_count", "inf_count", "fingerprint", "
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePlace:
     """Where in a pipeline something is: the stage, the microbatch, and the half of the pass (`node_events.phase`).
 
     What is of no microbatch, such as a parameter, has the stage alone.
@@ -41,7 +41,7 @@ class Place:
 
     @property
     def said(self) -> str:
-        """`stage 2, microbatch 0, weight half`."""
+        """It in words: `stage 2, microbatch 0, weight half`."""
         said = f"stage {self.stage_index}"
         if self.microbatch is not None:
             said += f", microbatch {self.microbatch}"
@@ -54,7 +54,7 @@ def action_around(
     step: int,
     record_index: int,
     microbatch: int | None,
-) -> tuple[Place, dict[str, Any]] | None:
+) -> tuple[StagePlace, dict[str, Any]] | None:
     """The action of a stage in which a row was written, with its own row; None outside any.
 
     An action's row is written when it is over: it is the next one of the rank.
@@ -68,7 +68,7 @@ def action_around(
     for values in cursor.fetchall():
         row = dict(zip(names, values, strict=True))
         if microbatch is None or row["microbatch"] == microbatch:
-            place = Place(row["stage_index"], row["microbatch"], PHASES[row["kind"]])
+            place = StagePlace(row["stage_index"], row["microbatch"], PHASES[row["kind"]])
             return place, row
     return None
 

@@ -38,7 +38,7 @@ _EXPLAIN = re.compile(r"EXPLAIN\b(\s+ANALYZE\b)?(\s*\([^()]*\))?", re.IGNORECASE
 
 
 @dataclass(frozen=True)
-class Answer:
+class QueryAnswer:
     """The columns of a query's answer, and its rows, which are fetched as they are read, once.
 
     `types` are the columns' Arrow types; all are texts where the query explains another.
@@ -58,7 +58,7 @@ def answered(
     memory_limit: str = DEFAULT_MEMORY_LIMIT,
     timeout_s: float | None = None,
     is_typed: bool = False,
-) -> Iterator[Answer]:
+) -> Iterator[QueryAnswer]:
     """The answer to a query over the views of `connect(runs)`, to be read inside the `with`.
 
     `parameters` are the values of what the query calls `$name`; they are values, whatever they hold. Types are
@@ -85,7 +85,7 @@ def answered(
             connection.execute(statement, values)
             columns = tuple(column[0] for column in connection.description or ())
         types = types or (pa.string(),) * len(columns)
-        yield Answer(columns, types, _fetched(connection, timeout_s))
+        yield QueryAnswer(columns, types, _fetched(connection, timeout_s))
     finally:
         if timer is not None:
             timer.cancel()

@@ -1,22 +1,25 @@
 """A DuckDB connection with one view per table of the catalogue, over the parts and journals of runs.
 
 Parts are read where they lie; rows that only a journal holds, and the table `ranks`, are small and are copied
-into the connection. Views exist for every table, empty but typed where nothing was recorded. No extension is
-ever loaded.
+into the connection. Views exist for every table, empty but typed where nothing was recorded, and so do the macros of
+macros.sql. No extension is ever loaded.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 
+from gradtrace_analyzer.numerics.tolerance import roundoff_sql
 from gradtrace_analyzer.runs.parts import Part
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_schemas import ALL_TABLES
@@ -91,7 +94,7 @@ def part_paths(runs: Iterable[Run]) -> list[str]:
 
 
 def path_list(paths: Iterable[str]) -> str:
-    """Paths as a SQL list."""
+    """Paths as the text of a SQL list of texts."""
     return f"[{', '.join(map(text_literal, paths))}]"
 
 
@@ -115,11 +118,19 @@ def _opened(memory_limit: str | None) -> duckdb.DuckDBPyConnection:
     if memory_limit is not None:
         connection.execute(f"SET memory_limit = {text_literal(memory_limit)}")
     connection.execute(f"CREATE SCHEMA {_COPIES}")
+    connection.execute(macros())
     return connection
 
 
+@functools.cache
+def macros() -> str:
+    """The statements that make the macros of `macros.sql`, which are there on every connection."""
+    text = Path(__file__).with_name("macros.sql").read_text(encoding="utf-8")
+    return text.format(roundoff=roundoff_sql("dtype"))
+
+
 def usable_cores() -> int:
-    """How many processors this process may run on."""
+    """How many processors this process may run on, which may be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -220,5 +231,5 @@ def _sql_type(type: pa.DataType) -> str:
 
 
 def text_literal(value: str) -> str:
-    """A SQL literal."""
+    """A text as a SQL literal, in quotes; it may hold any."""
     return "'" + value.replace("'", "''") + "'"

@@ -21,7 +21,7 @@ from gradtrace_analyzer.timing.clocks import HostClock
 from gradtrace_analyzer.timing.reductions import Bucket, Team, count, paired_reductions
 from gradtrace_analyzer.timing.slices import Steps
 from gradtrace_analyzer.timing.steps import median_step_ns
-from gradtrace_analyzer.timing.stragglers import Judgement, judgements
+from gradtrace_analyzer.timing.stragglers import StragglerJudgement, judgements
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class BucketTimes:
 
     @property
     def longest_wait(self) -> RankBucket:
-        """The rank that waits most."""
+        """The rank whose median wait for the others' launches is longest."""
         return max(self.ranks, key=lambda own: own.wait_ns)
 
     @property
     def exposed_ns(self) -> int | None:
-        """That of the rank with most."""
+        """The longest exposed time of a rank: what of the reduction no computing hid. None where it was never seen."""
         return max((r.exposed_ns for r in self.ranks if r.exposed_ns is not None), default=None)
 
 
@@ -91,10 +91,14 @@ class RankTotal:
 
 @dataclass(frozen=True)
 class BucketAnswer:
-    """All of it. `notes` say what is missing."""
+    """What is told of a run's reductions: of each group, each bucket and each rank.
+
+    `step_ns` is the median step over all ranks, None where none was closed; `others` are the buckets that were not
+    judged; `notes` say what is missing, a clause each.
+    """
 
     step_ns: int | None
-    judgements: tuple[Judgement, ...]
+    judgements: tuple[StragglerJudgement, ...]
     buckets: tuple[BucketTimes, ...]
     others: tuple[OtherBucket, ...]
     totals: tuple[RankTotal, ...]
@@ -102,7 +106,7 @@ class BucketAnswer:
     notes: tuple[str, ...]
 
     def waiting_for(self, team: Team, rank: int) -> tuple[RankTotal, ...]:
-        """The totals of the others of a group, who waits most first."""
+        """The totals of the other ranks of a group, who waits most for the last rank first."""
         others = [t for t in self.totals if t.rank in team.recorded and t.rank != rank]
         return tuple(sorted(others, key=lambda total: (-total.waiting_ns, total.rank)))
 

@@ -43,7 +43,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Lane:
-    """A line of the chart. `stage_index` is None outside any stage."""
+    """What a rank did in one stage, in the order of time. `stage_index` is None outside any stage."""
 
     rank: int
     stage_index: int | None
@@ -52,7 +52,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Chart:
-    """One step of one pipeline."""
+    """One step of one pipeline (`line`, from 0), from its first action to its last: a lane for each rank and stage."""
 
     step: int
     line: int
@@ -92,7 +92,7 @@ def chart(connection: duckdb.DuckDBPyConnection, step: int | None = None) -> Cha
 
 
 def drawn(lanes: Sequence[Lane], length_ns: int, columns: int) -> Iterator[str]:
-    """The letters of each lane, each as wide as `columns`."""
+    """A line of letters for each lane, `columns` long (20 at least): `length_ns` from the step's beginning on."""
     width = max(columns, _FEWEST_COLUMNS)
     for lane in lanes:
         yield _line(lane.bars, length_ns, width)

@@ -182,7 +182,7 @@ def _aligned(connection: duckdb.DuckDBPyConnection) -> tuple[MessageClock, ...]:
 
 
 def _notes(connection: duckdb.DuckDBPyConnection, asked: str) -> tuple[str, ...]:
-    """What is missing from the answer, one clause each."""
+    """What is missing from the answer, a clause each: actions without an end, ranks without a clock, and the like."""
     said = []
     for what, condition in _INCOMPLETE.items():
         row = connection.execute(

@@ -49,7 +49,7 @@ class Bucket:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The owners of its parameters, in buffer order."""
+        """The modules that own its parameters, each once, in the order of its buffer."""
         return tuple(dict.fromkeys(fqn.rpartition(".")[0] for fqn in self.parameter_fqns))
 
 
@@ -64,13 +64,16 @@ class Team:
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
-        """Ranks of the group without a row."""
+        """Ranks of the group that left no row of a reduction."""
         return tuple(rank for rank in self.ranks if rank not in self.recorded)
 
 
 @dataclass(frozen=True)
 class Paired:
-    """What there is to answer from, its tables made."""
+    """The reductions of a run, their launches paired over ranks.
+
+    The connection holds the tables `launches`, `reductions` and `passes`, by the numbers of `teams` and `buckets`.
+    """
 
     connection: duckdb.DuckDBPyConnection
     teams: tuple[Team, ...]
@@ -195,7 +198,7 @@ def paired_reductions(connection: duckdb.DuckDBPyConnection, steps: Steps) -> Pa
 
 
 def count(connection: duckdb.DuckDBPyConnection, query: str) -> int:
-    """The number that a query gives."""
+    """The one number that a query gives, 0 where it gives no row."""
     row = connection.execute(query).fetchone()
     return 0 if row is None else int(row[0])
 
@@ -244,7 +247,7 @@ def _parameters(fqns: list[str | None]) -> tuple[tuple[str, ...], int]:
 
 
 def _notes(connection: duckdb.DuckDBPyConnection, teams: tuple[Team, ...]) -> list[str]:
-    """What is missing from the answer, one clause each."""
+    """What is missing from the answer, a clause each: ranks without a reduction, launches without an end, ..."""
     said = []
     for team in teams:
         if team.missing_ranks:

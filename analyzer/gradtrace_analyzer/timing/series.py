@@ -25,7 +25,7 @@ What = Literal[
 
 
 @dataclass(frozen=True)
-class Place:
+class TimedPlace:
     """What takes time.
 
     `step`: a whole step on the rank that takes longest; `between`: from a step's end to the next one's beginning (data,
@@ -56,9 +56,12 @@ class Samples:
 
 @dataclass(frozen=True)
 class RunSeries:
-    """The samples of one run. `left_out` is the step that was."""
+    """The samples of one run, by place, of the closed `steps`, without the first (`left_out`) where there are several.
 
-    places: dict[Place, Samples]
+    `is_staged`: it has the actions of pipeline stages.
+    """
+
+    places: dict[TimedPlace, Samples]
     steps: tuple[int, ...]
     left_out: int | None
     is_staged: bool
@@ -149,17 +152,19 @@ class _Gathered:
 
     def __init__(self, after: int | None) -> None:
         self._after = after
-        self._values: dict[Place, dict[int, float]] = {}
-        self._per_step: dict[Place, float] = {}
+        self._values: dict[TimedPlace, dict[int, float]] = {}
+        self._per_step: dict[TimedPlace, float] = {}
 
-    def add(self, place: Place, step: int, ns: Any, per_step: float = 1) -> None:
+    def add(self, place: TimedPlace, step: int, ns: Any, per_step: float = 1) -> None:
+        """Note what a place took in a step; None, and steps up to the one that is left out, are not counted."""
         if ns is None or (self._after is not None and step <= self._after):
             return
         of_place = self._values.setdefault(place, {})
         of_place[step] = max(float(ns), of_place.get(step, 0.0))
         self._per_step[place] = max(per_step, self._per_step.get(place, 0))
 
-    def places(self) -> dict[Place, Samples]:
+    def places(self) -> dict[TimedPlace, Samples]:
+        """The samples of each place, in the order of its steps."""
         return {
             place: Samples(tuple(values[step] for step in sorted(values)), self._per_step[place])
             for place, values in self._values.items()
@@ -167,7 +172,7 @@ class _Gathered:
 
 
 def run_series(connection: duckdb.DuckDBPyConnection) -> RunSeries:
-    """The samples of the run whose views the connection holds."""
+    """The samples of the run whose views the connection holds, where it makes tables of pipelines and reductions."""
     steps = [
         step
         for (step,) in connection.execute(
@@ -180,7 +185,7 @@ def run_series(connection: duckdb.DuckDBPyConnection) -> RunSeries:
     for what, rank, step, ns in connection.execute(
         _PARTS, {"staged": staged is not None}
     ).fetchall():
-        gathered.add(Place(what, rank), step, ns)
+        gathered.add(TimedPlace(what, rank), step, ns)
     if staged is not None:
         for place, *sample in _of_stages(connection):
             gathered.add(place, *sample)
@@ -192,24 +197,24 @@ def run_series(connection: duckdb.DuckDBPyConnection) -> RunSeries:
 
 def _of_stages(connection: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
     for stage, kind, step, ns, count in connection.execute(_STAGES).fetchall():
-        yield Place("stage", stage_index=stage, kind=kind), step, ns, count
+        yield TimedPlace("stage", stage_index=stage, kind=kind), step, ns, count
     for forward, source, target, step, took, late, count in connection.execute(
         _TRANSFERS
     ).fetchall():
         kind = "activations" if forward else "gradients"
         at = {"stage_index": target, "other_stage": source, "kind": kind}
-        yield Place("transfer", **at), step, took, count
-        yield Place("receive", **at), step, late, count
+        yield TimedPlace("transfer", **at), step, took, count
+        yield TimedPlace("receive", **at), step, late, count
 
 
 def _of_models(connection: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
     for rank, stage, root, fqn, name, step, ns, count in connection.execute(_MODULES).fetchall():
         kind = None if stage is None else "forward"
-        yield Place("module", rank, stage, kind, None, root, fqn, name), step, ns, count
+        yield TimedPlace("module", rank, stage, kind, None, root, fqn, name), step, ns, count
     for rank, stage, kind, root, fqn, name, step, ns, count in connection.execute(
         _NODES
     ).fetchall():
-        yield Place("node", rank, stage, kind, None, root, fqn, name), step, ns, count
+        yield TimedPlace("node", rank, stage, kind, None, root, fqn, name), step, ns, count
 
 
 def _of_buckets(connection: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
@@ -228,4 +233,4 @@ def _of_buckets(connection: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ..
         ],
     )
     for what, rank, root, fqn, first, step, ns in connection.execute(_BUCKETS).fetchall():
-        yield Place(what, rank, root=root, module_fqn=fqn, name=first), step, ns, 1
+        yield TimedPlace(what, rank, root=root, module_fqn=fqn, name=first), step, ns, 1

@@ -11,7 +11,7 @@ _SLICE = re.compile(r"(?P<one>\d+)|(?P<first>\d*):(?P<end>\d*)(?::(?P<stride>\d*
 
 
 class BadSlice(GradtraceError):
-    """What was given for steps is no slice."""
+    """What was given for --step is neither a number nor a slice."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Steps:
     parts: tuple[tuple[int, int | None, int], ...] = ()
 
     def condition(self, column: str = "step") -> str:
-        """True for the steps meant."""
+        """SQL that is true for the steps meant, of the `column` that holds a row's step."""
         chosen = []
         for first, end, stride in self.parts:
             terms = [f"{column} >= {first}"]

@@ -17,7 +17,7 @@ from typing import Literal
 
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.views import connect
-from gradtrace_analyzer.timing.series import Place, RunSeries, Samples, What, run_series
+from gradtrace_analyzer.timing.series import RunSeries, Samples, TimedPlace, What, run_series
 
 FEWEST_STEPS = 3
 SURE_STEPS = 8
@@ -31,7 +31,7 @@ _COMMON_PLACES = 6
 _COMMON_SHARE = 0.8
 _COMMON_RATIO = 1.1
 
-Verdict = Literal["slower", "faster", "same", "no_verdict"]
+TimeVerdict = Literal["slower", "faster", "same", "no_verdict"]
 # What is a reason in itself; the others wait for it, or hold it.
 CAUSES: tuple[What, ...] = (
     "stage",
@@ -45,7 +45,7 @@ CAUSES: tuple[What, ...] = (
 
 
 @dataclass(frozen=True)
-class Change:
+class TimeChange:
     """A place in both runs: medians over steps. `spread_ns` is the larger of the two runs' own.
 
     The spread is 1.5 times the median distance from the median (a standard deviation, where times were normal); of
@@ -53,24 +53,24 @@ class Change:
     changed so, `place.rank` the one that changed most.
     """
 
-    place: Place
+    place: TimedPlace
     baseline_ns: int
     candidate_ns: int
     spread_ns: int
     baseline_count: int
     candidate_count: int
     per_step: float
-    verdict: Verdict
+    verdict: TimeVerdict
     ranks: tuple[int, ...] = ()
 
     @property
     def difference_ns(self) -> int:
-        """What the candidate takes more."""
+        """By how much longer the candidate takes each time; negative where it is faster."""
         return self.candidate_ns - self.baseline_ns
 
     @property
     def step_difference_ns(self) -> float:
-        """The same in a step."""
+        """By how much longer the candidate takes in a whole step."""
         return self.difference_ns * self.per_step
 
     @property
@@ -83,8 +83,8 @@ class Change:
 class Slowdown:
     """A cause, with the Node or module inside it that explains at least half of it."""
 
-    change: Change
-    inside: Change | None
+    change: TimeChange
+    inside: TimeChange | None
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Compared:
 
     baseline: RunSeries
     candidate: RunSeries
-    changes: tuple[Change, ...]
-    step: Change | None
+    changes: tuple[TimeChange, ...]
+    step: TimeChange | None
     slower: tuple[Slowdown, ...]
     faster: tuple[Slowdown, ...]
     common_ratio: float | None
@@ -106,17 +106,17 @@ class Compared:
 
     @property
     def verdict(self) -> Literal["slower", "faster", "mixed", "same", "no_verdict"]:
-        """Over all places."""
+        """Over all places; where some are slower and some faster, the whole step decides, if it changed."""
         verdicts = {change.verdict for change in self.changes}
         if {"slower", "faster"} <= verdicts:
             whole = "same" if self.step is None else self.step.verdict
             return whole if whole in ("slower", "faster") else "mixed"
-        found: tuple[Verdict, ...] = ("slower", "faster", "same")
+        found: tuple[TimeVerdict, ...] = ("slower", "faster", "same")
         return next((verdict for verdict in found if verdict in verdicts), "no_verdict")
 
 
 def compared_runs(baseline: Run, candidate: Run) -> Compared:
-    """The times of two runs, read one after the other."""
+    """The times of two runs, each read by itself, on a connection of its own. See `compared_times`."""
     series = []
     for run in (baseline, candidate):
         with connect([run]) as connection:
@@ -125,8 +125,8 @@ def compared_runs(baseline: Run, candidate: Run) -> Compared:
 
 
 def compared_times(baseline: RunSeries, candidate: RunSeries) -> Compared:
-    """The places that both runs have, judged."""
-    whole = baseline.places.get(Place("step"))
+    """The places that both runs have, each judged against the spread of its own samples."""
+    whole = baseline.places.get(TimedPlace("step"))
     floor = max(
         SMALLEST_NS, SMALLEST_SHARE_OF_STEP * median(whole.values) if whole is not None else 0
     )
@@ -150,13 +150,13 @@ def compared_times(baseline: RunSeries, candidate: RunSeries) -> Compared:
     )
 
 
-def _change(place: Place, before: Samples, after: Samples, floor_ns: float) -> Change:
+def _change(place: TimedPlace, before: Samples, after: Samples, floor_ns: float) -> TimeChange:
     a, b = before.values, after.values
     is_few = min(len(a), len(b)) < SURE_STEPS
     spread = max(map(_range if is_few else _deviation, (a, b)))
     difference = median(b) - median(a)
     per_step = max(before.per_step, after.per_step)
-    verdict: Verdict = "same"
+    verdict: TimeVerdict = "same"
     if min(len(a), len(b)) < FEWEST_STEPS:
         verdict = "no_verdict"
     elif abs(difference) * per_step >= floor_ns and abs(difference) >= SMALLEST_RATIO * median(a):
@@ -164,7 +164,7 @@ def _change(place: Place, before: Samples, after: Samples, floor_ns: float) -> C
         if is_sure:
             verdict = "slower" if difference > 0 else "faster"
     ranks = () if place.rank is None else (place.rank,)
-    return Change(
+    return TimeChange(
         place, round(median(a)), round(median(b)), round(spread), len(a), len(b), per_step, verdict, ranks
     )  # fmt: skip
 
@@ -201,12 +201,12 @@ def _chance(a: Sequence[float], b: Sequence[float]) -> float:
     return erfc(z / sqrt(2))
 
 
-def _by_rank(changes: Iterable[Change]) -> list[Change]:
+def _by_rank(changes: Iterable[TimeChange]) -> list[TimeChange]:
     """One change for the same place on several ranks: that of the rank that changed most, of those of one verdict."""
-    grouped: dict[tuple[Place, Verdict], list[Change]] = {}
+    grouped: dict[tuple[TimedPlace, TimeVerdict], list[TimeChange]] = {}
     for change in changes:
         place = change.place
-        anywhere = Place(
+        anywhere = TimedPlace(
             place.what, None, place.stage_index, place.kind, place.other_stage, place.root, place.module_fqn, place.name
         )  # fmt: skip
         grouped.setdefault((anywhere, change.verdict), []).append(change)
@@ -218,11 +218,11 @@ def _by_rank(changes: Iterable[Change]) -> list[Change]:
             continue  # it is told of the ranks that did change
         most = max(of_place, key=lambda change: abs(change.difference_ns))
         ranks = sorted(rank for change in of_place for rank in change.ranks)
-        found.append(Change(**{**vars(most), "ranks": tuple(ranks)}))
+        found.append(TimeChange(**{**vars(most), "ranks": tuple(ranks)}))
     return found
 
 
-def _causes(changes: Sequence[Change], verdict: Verdict) -> Iterable[Slowdown]:
+def _causes(changes: Sequence[TimeChange], verdict: TimeVerdict) -> Iterable[Slowdown]:
     """The causes of that verdict, largest first, a stage's Nodes and modules within its action."""
     found = [change for change in changes if change.verdict == verdict and change.is_cause]
     staged = {(c.place.stage_index, c.place.kind) for c in found if c.place.what == "stage"}
@@ -240,14 +240,14 @@ def _causes(changes: Sequence[Change], verdict: Verdict) -> Iterable[Slowdown]:
             yield Slowdown(change, None)
 
 
-def _explaining(change: Change, inside: Sequence[Change]) -> Change | None:
+def _explaining(change: TimeChange, inside: Sequence[TimeChange]) -> TimeChange | None:
     most = max(inside, key=lambda c: abs(c.difference_ns), default=None)
     if most is None or abs(most.difference_ns) < _MAIN_SHARE * abs(change.difference_ns):
         return None
     return most
 
 
-def _common_ratio(changes: Sequence[Change], floor_ns: float) -> float | None:
+def _common_ratio(changes: Sequence[TimeChange], floor_ns: float) -> float | None:
     """The median ratio, where nearly all places that take time of their own changed in the same direction."""
     ratios = [
         change.candidate_ns / change.baseline_ns

@@ -39,7 +39,7 @@ class PartTime:
 
     @property
     def excess_ns(self) -> int:
-        """In a microbatch."""
+        """What it takes in a microbatch beyond what the other stages take; 0 where they have no such part."""
         return 0 if self.other_ns is None else round((self.own_ns - self.other_ns) * self.count)
 
 
@@ -72,11 +72,11 @@ class SlowStage:
     places_seen: bool
 
 
-Reason = Literal["one", "few", "even", "unsure"]
+NoSlowStage = Literal["one", "few", "even", "unsure"]
 
 
 @dataclass(frozen=True)
-class Judgement:
+class StageJudgement:
     """Whether one stage is slow. Of the one with most load: `load_ns`, and `other_ns` of the others, by microbatch.
 
     In `slower_count` of `sample_count` microbatches it was the slower. `reason` says why none is named: `one` (there
@@ -89,7 +89,7 @@ class Judgement:
     sample_count: int
     slower_count: int
     slow: SlowStage | None
-    reason: Reason | None
+    reason: NoSlowStage | None
 
 
 @dataclass(frozen=True)
@@ -182,20 +182,20 @@ WHERE o.count >= $fewest AND transfer_ns >= $smallest AND transfer_ns >= $times 
 """
 
 
-def judged_stages(connection: duckdb.DuckDBPyConnection) -> Judgement:
-    """Whether one stage is slow, from the tables of `pipelines`."""
+def judged_stages(connection: duckdb.DuckDBPyConnection) -> StageJudgement:
+    """Whether one stage is slow. Reads the tables of `pipelines`, makes `loads`."""
     connection.execute(_LOADS)
     kinds = _kinds_by_stage(connection)
     if not kinds:
-        return Judgement(None, 0, 0, 0, 0, None, "one")
+        return StageJudgement(None, 0, 0, 0, 0, None, "one")
     loads = {stage: round(sum(ns * n for ns, n in of.values())) for stage, of in kinds.items()}
     stage = max(loads, key=lambda index: (loads[index], -index))
     load = loads.pop(stage)
     if not loads:
-        return Judgement(stage, load, 0, 0, 0, None, "one")
+        return StageJudgement(stage, load, 0, 0, 0, None, "one")
     other = round(median(loads.values()))
     samples, slower = connection.execute(_PAIRED, {"stage": stage}).fetchall()[0]
-    reason: Reason | None = None
+    reason: NoSlowStage | None = None
     if len(kinds) * 0.5**samples > CHANCE:
         reason = "few"
     elif load - other < max(SMALLEST_SHARE * other, SMALLEST_EXCESS_NS):
@@ -203,7 +203,7 @@ def judged_stages(connection: duckdb.DuckDBPyConnection) -> Judgement:
     elif len(kinds) * _chance(samples, slower) > CHANCE:
         reason = "unsure"
     slow = None if reason is not None else _slow_stage(connection, stage, kinds)
-    return Judgement(stage, load, other, samples, slower, slow, reason)
+    return StageJudgement(stage, load, other, samples, slower, slow, reason)
 
 
 def slow_link(connection: duckdb.DuckDBPyConnection) -> SlowLink | None:
@@ -251,7 +251,7 @@ def _kinds_by_stage(connection: duckdb.DuckDBPyConnection) -> Kinds:
 
 
 def _parts(kinds: Kinds, stage: int) -> list[PartTime]:
-    """The parts of a stage, largest excess first."""
+    """The parts of a stage against the medians of the other stages, largest excess first."""
     by_stage = dict(kinds)
     own = by_stage.pop(stage)
     found = []

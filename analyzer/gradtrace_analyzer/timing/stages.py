@@ -17,7 +17,7 @@ import duckdb
 from gradtrace_analyzer.sql.pipelines import KINDS
 from gradtrace_analyzer.timing.pipelines import MessageClock, pipelines
 from gradtrace_analyzer.timing.slices import Steps
-from gradtrace_analyzer.timing.slowest import Judgement, SlowLink, judged_stages, slow_link
+from gradtrace_analyzer.timing.slowest import SlowLink, StageJudgement, judged_stages, slow_link
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class StageAnswer:
     kinds: tuple[KindTimes, ...]
     idle: tuple[RankIdle, ...]
     hand_overs: tuple[HandOver, ...]
-    judgement: Judgement
+    judgement: StageJudgement
     link: SlowLink | None
     clocks: tuple[MessageClock, ...]
     recorder_share: float | None

@@ -32,7 +32,7 @@ FROM parts GROUP BY rank ORDER BY rank
 
 
 def rank_steps(connection: duckdb.DuckDBPyConnection, steps: Steps) -> tuple[RankSteps, ...]:
-    """The times of each rank that closed a step."""
+    """The times of the steps asked for, of each rank that closed one of them, by rank."""
     query = _PARTS_OF_STEPS.format(
         steps=steps.condition(),
         medians=", ".join(f"median({part}_ns)" for part in PARTS),

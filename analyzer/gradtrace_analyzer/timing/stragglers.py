@@ -38,7 +38,7 @@ class Floor:
 
     @property
     def reasons(self) -> dict[Literal["smallest", "step", "leaving", "few"], int]:
-        """What each reason asks for."""
+        """The least lag, in nanoseconds, that counts for each reason."""
         return {
             "smallest": SMALLEST_LAG_NS,
             "step": round(SMALLEST_SHARE_OF_STEP * (self.step_ns or 0)),
@@ -48,12 +48,12 @@ class Floor:
 
     @property
     def ns(self) -> int:
-        """The most of them."""
+        """The least lag that counts: the most of what the reasons ask for."""
         return max(self.reasons.values())
 
     @property
     def reason(self) -> Literal["smallest", "step", "leaving", "few"]:
-        """Which asks for most."""
+        """The reason that asks for most, which `ns` follows from."""
         return max(self.reasons, key=lambda reason: self.reasons[reason])
 
 
@@ -117,11 +117,11 @@ class Straggler:
     also_late: tuple[int, ...]
 
 
-Reason = Literal["small", "split", "most", "few", "none"]
+NoStraggler = Literal["small", "split", "most", "few", "none"]
 
 
 @dataclass(frozen=True)
-class Judgement:
+class StragglerJudgement:
     """A group's answer. Where `straggler` is None, `reason` says why.
 
     `small`: the lags are within the floor. `split`: different ranks come last. `most`: most ranks are late behind
@@ -136,7 +136,7 @@ class Judgement:
     floor: Floor
     lags: tuple[RankLag, ...]
     straggler: Straggler | None
-    reason: Reason | None
+    reason: NoStraggler | None
 
 
 _FLOORS = """
@@ -237,8 +237,8 @@ ORDER BY end_ns - start_ns - other_ns DESC, event_index LIMIT 1
 """
 
 
-def judgements(paired: Paired, step_ns: int | None) -> tuple[Judgement, ...]:
-    """An answer for each group, held against the median step."""
+def judgements(paired: Paired, step_ns: int | None) -> tuple[StragglerJudgement, ...]:
+    """Of each group, its lags held against a floor that follows from the median step, `step_ns`, where it is known."""
     measured = {row[0]: row[1:] for row in paired.connection.execute(_FLOORS).fetchall()}
     return tuple(
         _judged(paired, team, step_ns, *measured.get(team.number, (0, 0, 0, 0)))
@@ -254,7 +254,7 @@ def _judged(
     pass_count: int,
     leaving_ns: int,
     worst_ns: int,
-) -> Judgement:
+) -> StragglerJudgement:
     floor = Floor(step_ns, leaving_ns, pass_count)
     asked = {"team": team.number, "floor": floor.ns}
     lags = tuple(RankLag(*row) for row in paired.connection.execute(_LAGS, asked).fetchall())
@@ -267,10 +267,14 @@ def _judged(
         first, *others = late
         onset = _onset(paired, team.number, first.rank, floor.ns)
         straggler = Straggler(first.rank, onset, tuple(sorted(lag.rank for lag in others)))
-    return Judgement(team, reduction_count, pass_count, worst_ns, floor, lags, straggler, reason)
+    return StragglerJudgement(
+        team, reduction_count, pass_count, worst_ns, floor, lags, straggler, reason
+    )
 
 
-def _late_ranks(lags: Sequence[RankLag], pass_count: int, floor_ns: int) -> list[RankLag] | Reason:
+def _late_ranks(
+    lags: Sequence[RankLag], pass_count: int, floor_ns: int
+) -> list[RankLag] | NoStraggler:
     """The ranks that are late in most backward passes, the one that is worst most often first."""
     if not lags:
         return "none"

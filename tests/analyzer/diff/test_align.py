@@ -8,7 +8,17 @@ import pytest
 
 import gradtrace_analyzer.diff.align as align
 from gradtrace_analyzer.diff.scope.selection import chosen
-from support.differences import Row, Rows, aligned, call, each_step, node, run_of, sides, views
+from support.synthetic_runs.differences import (
+    Row,
+    Rows,
+    aligned,
+    call,
+    each_step,
+    node,
+    run_of,
+    sides,
+    views,
+)
 
 NAMES = ("a", "b", "c")
 

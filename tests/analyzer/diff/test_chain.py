@@ -15,8 +15,8 @@ from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.runs.run import Run, open_run
-from support.synthetic import build_run, summary_columns
-from support.three_heads import PLACES, STEP, Fault, Rows, ThreeHeads
+from support.synthetic_runs.builder import build_run, summary_columns
+from support.synthetic_runs.known_origins import PLACES, STEP, Fault, Rows, ThreeHeads
 
 # The link, and what names the place besides: a module, a parameter, a bucket.
 _LINKS = {

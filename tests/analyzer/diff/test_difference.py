@@ -15,8 +15,16 @@ from gradtrace_analyzer.diff.difference import (
     settings_apart,
 )
 from gradtrace_analyzer.diff.links import LINK_TABLES, STATISTICS
-from support.differences import changed, difference, loss, node, paired, parameter, unchanged
-from support.synthetic import summary_columns
+from support.synthetic_runs.builder import summary_columns
+from support.synthetic_runs.differences import (
+    changed,
+    difference,
+    loss,
+    node,
+    paired,
+    parameter,
+    unchanged,
+)
 
 SKETCH = [1.0, -2.0, 3.0, 4.0]
 

@@ -12,7 +12,7 @@ from gradtrace_analyzer.diff.code.structure import Lone
 from gradtrace_analyzer.diff.gate import Failing, Gate, exit_status, failing
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.failures.failed_passes import Failure
-from support.differences import call, changed, cover, gradient
+from support.synthetic_runs.differences import call, changed, cover, gradient
 
 ANY, CLIP = Gate("any", 0.1), Gate("clip", 0.1)
 

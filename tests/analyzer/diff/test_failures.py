@@ -7,8 +7,8 @@ from typing import Any
 from click.testing import CliRunner
 
 from gradtrace_analyzer.cli import analyzer
-from support.replicated import Job, Rows, edit, remove
-from support.synthetic import build_run
+from support.synthetic_runs.builder import build_run
+from support.synthetic_runs.data_parallel import Job, Rows, edit, remove
 
 
 def failed(rows: Rows, rank: int, step: int, node_name: str | None) -> None:

@@ -12,8 +12,8 @@ import pytest
 from gradtrace_analyzer.diff.gate import Gate, gate_of
 from gradtrace_analyzer.diff.links import LINKS
 from gradtrace_analyzer.errors import BadGate
-from support.commands import asked, told
-from support.synthetic import build_run, summary_columns
+from support.answers.commands import asked, told
+from support.synthetic_runs.builder import build_run, summary_columns
 
 Rows = Mapping[str, list[dict[str, Any]]]
 

@@ -6,7 +6,7 @@ import pytest
 
 from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS, LOCAL_LINKS, link_of
 from gradtrace_schemas import TABLES
-from support.differences import Row, views
+from support.synthetic_runs.differences import Row, views
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from gradtrace_analyzer.diff.notes import (
     rng_notes,
 )
 from gradtrace_analyzer.diff.origin import Origin
-from support.differences import Row, aligned, call, run_of, views
+from support.synthetic_runs.differences import Row, aligned, call, run_of, views
 
 LONE = Structure((Lone("node", "A", "candidate"),))
 

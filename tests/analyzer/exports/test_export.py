@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from gradtrace_analyzer.cli import analyzer
 from gradtrace_schemas import ALL_TABLES
-from support.small_disk import small_disk
-from support.synthetic import build_run
-from support.timed import TimedJob
+from support.environment.small_disk import small_disk
+from support.synthetic_runs.bucket_times import TimedJob
+from support.synthetic_runs.builder import build_run
 
 
 def export(*arguments: object) -> str:

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from gradtrace_analyzer.cli import analyzer
-from support.journals import write_journal
-from support.replicated import Job, edit, remove
-from support.synthetic import build_run
+from support.synthetic_runs.builder import build_run
+from support.synthetic_runs.data_parallel import Job, edit, remove
+from support.synthetic_runs.journals import write_journal
 
 NODE = {"node_name": "ReluBackward0", "module_fqn": "act", "step": 1, "start_ns": 7}
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from gradtrace_analyzer.numerics.tolerance import Rule, epsilon, roundoff
-from support.commands import asked
-from support.layered import layered_run
+from support.answers.commands import asked
+from support.synthetic_runs.layer_chain import layered_run
 
 # What a layer with a weight of 20 x 20 may add in float32, by hand: three times one rounding, and sums of 20 terms.
 LAYER = 3 * 2.0**-24 * (1 + math.sqrt(20))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.fuzzing import fuzz
+from support.stress.fuzzing import fuzz
 
 
 def test_damage_is_never_an_exception_nor_an_invented_row(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from gradtrace_analyzer.runs.run import open_run
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas import ALL_TABLES
 from gradtrace_schemas.processes import machine_token, start_of
-from support.journals import write_journal
-from support.small_disk import small_disk
+from support.environment.small_disk import small_disk
+from support.synthetic_runs.journals import write_journal
 
 ROWS: list[tuple[str, dict[str, Any]]] = [
     ("backward_passes", {"step": 0, "kind": "backward", "node_count": 1, "unattributed_count": 0}),

@@ -13,7 +13,6 @@ import pytest
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
 from gradtrace_analyzer.failures.endings import endings
 from gradtrace_analyzer.runs.run import Run, open_run
-from gradtrace_analyzer.words.numbers import ranks_phrase, spans
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas import layout
 from gradtrace_schemas.journal import (
@@ -22,8 +21,8 @@ from gradtrace_schemas.journal import (
 from gradtrace_schemas.journal_reader import (
     text_of,
 )
-from support.journals import write_journal
-from support.synthetic import add_part, build_run, part_rows
+from support.synthetic_runs.builder import add_part, build_run, part_rows
+from support.synthetic_runs.journals import write_journal
 
 
 def steps_in_parts(run: Run) -> list[int]:
@@ -236,12 +235,6 @@ def test_ten_thousand_parts_open_in_about_a_second(tmp_path: Path) -> None:
     took = time.perf_counter() - started
     assert sum(map(len, run.parts["steps"].values())) == 10_000
     assert took < 5  # about 0.3 s; the margin is for a busy machine
-
-
-def test_numbers_are_told_as_spans() -> None:
-    assert spans([9, 0, 1, 2, 8]) == "0-2,8-9"
-    assert spans([]) == ""
-    assert (ranks_phrase([3]), ranks_phrase([3, 4])) == ("rank 3", "ranks 3-4")
 
 
 def test_a_run_of_the_first_schema_is_read_with_nulls_for_what_came_later() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 from click.testing import CliRunner, Result
 
 from gradtrace_analyzer.cli import analyzer
-from gradtrace_analyzer.reports.tables import bytes_text
-from support.journals import write_journal
-from support.synthetic import add_part, build_run
+from gradtrace_analyzer.words.numbers import bytes_text
+from support.synthetic_runs.builder import add_part, build_run
+from support.synthetic_runs.journals import write_journal
 
 
 def info(*arguments: object) -> Result:

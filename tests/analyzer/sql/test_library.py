@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 
 from gradtrace_analyzer.cli import analyzer
 from gradtrace_analyzer.sql.library import NamedQuery, named_queries, value_of
-from support.replicated import Job
-from support.synthetic import build_run, summary_columns
+from support.synthetic_runs.builder import build_run, summary_columns
+from support.synthetic_runs.data_parallel import Job
 
 QUERIES = {query.name: query for query in named_queries()}
 

@@ -15,7 +15,7 @@ from gradtrace_analyzer.cli import analyzer
 from gradtrace_analyzer.errors import BadQuery
 from gradtrace_analyzer.runs.run import open_run
 from gradtrace_analyzer.sql.sealed import answered
-from support.synthetic import build_run
+from support.synthetic_runs.builder import build_run
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from gradtrace_analyzer.runs.run import open_run
 from gradtrace_analyzer.sql.views import connect, connect_pair, run_names
 from gradtrace_schemas import ALL_TABLES, layout
-from support.journals import write_journal
-from support.synthetic import add_part, build_run, part_rows, summary_columns
+from support.synthetic_runs.builder import add_part, build_run, part_rows, summary_columns
+from support.synthetic_runs.journals import write_journal
 
 
 def test_every_table_has_a_view_with_the_catalogues_columns(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from support.synthetic import build_run
-from support.timed import MS, Rows, TimedJob, bucket_json, timing
+from support.synthetic_runs.bucket_times import MS, Rows, TimedJob, bucket_json, timing
+from support.synthetic_runs.builder import build_run
 
 
 def late(rank: int, step: int, bucket: int) -> float:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from support.timed import MS, TimedJob, bucket_json, timing
+from support.synthetic_runs.bucket_times import MS, TimedJob, bucket_json, timing
 
 HOURS = 3 * 3600 * 1000
 

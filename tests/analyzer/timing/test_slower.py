@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gradtrace_analyzer.cli import analyzer
-from gradtrace_analyzer.timing.series import Place, RunSeries, Samples
+from gradtrace_analyzer.timing.series import RunSeries, Samples, TimedPlace
 from gradtrace_analyzer.timing.slower import Compared, compared_times
-from support.staged import USUAL, StagedJob
-from support.synthetic import build_run
-from support.timed import MS, TimedJob
+from support.synthetic_runs.bucket_times import MS, TimedJob
+from support.synthetic_runs.builder import build_run
+from support.synthetic_runs.stage_times import USUAL, StagedJob
 
 
 def diff(*arguments: object) -> Result:
@@ -48,7 +48,7 @@ def weight_half_of_1(stage: int, kind: str) -> float:
 
 def samples(*values: float) -> RunSeries:
     """A run in which the optimizer of rank 0 took so many milliseconds, step by step."""
-    place = {Place("optimizer", 0): Samples(tuple(ms * MS for ms in values), 1)}
+    place = {TimedPlace("optimizer", 0): Samples(tuple(ms * MS for ms in values), 1)}
     return RunSeries(place, tuple(range(1, len(values) + 1)), 0, False)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from gradtrace_analyzer.timing.gantt import Bar, Lane, drawn
-from support.staged import USUAL, StagedJob
-from support.synthetic import build_run
-from support.timed import MS, timing
+from support.synthetic_runs.bucket_times import MS, timing
+from support.synthetic_runs.builder import build_run
+from support.synthetic_runs.stage_times import USUAL, StagedJob
 
 
 def stages_of(path: Path, *options: object) -> dict[str, Any]:

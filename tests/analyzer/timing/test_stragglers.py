@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from support.timed import MS, TimedJob, bucket_json, timing
+from support.synthetic_runs.bucket_times import MS, TimedJob, bucket_json, timing
 
 
 def group_of(path: Path, *options: object) -> dict[str, Any]:

@@ -4,8 +4,8 @@ import csv
 import json
 from pathlib import Path
 
-from support.synthetic import build_run
-from support.timed import MS, TimedJob, timing
+from support.synthetic_runs.bucket_times import MS, TimedJob, timing
+from support.synthetic_runs.builder import build_run
 
 
 def late(rank: int, step: int, bucket: int) -> float:

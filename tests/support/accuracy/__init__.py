@@ -1,0 +1,1 @@
+"""How often `diff` is right: models, legal changes, faults, and the page of what was measured."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from support.accuracy.families import FAMILIES
 from support.accuracy.faults import KINDS
 from support.accuracy.measuring import STEPS, Case, Laboratory, Outcome
-from support.launcher import TESTS, run_job
+from support.launching.launcher import TESTS, run_job
 
 AGAINST_DDP = "FSDP2 against DDP"
 MODES = {

@@ -1,4 +1,4 @@
-"""The published numbers: outcomes into the tables of docs/accuracy.md."""
+"""The published numbers: outcomes into the tables of docs/internals/accuracy.md."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from support.accuracy.changes import PRODUCTS, Products
 from support.accuracy.families import BATCH, Family
 from support.accuracy.faults import Place, make_faulty
-from support.recorded import recording
+from support.recordings.in_process import recording
 
 # Changes within one process; those of the number of ranks are in `divided.py`.
 CHANGES = (

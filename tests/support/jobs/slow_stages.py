@@ -95,4 +95,4 @@ for variant in variants:
     train(int(count))
     gradtrace_recorder.stop()
 dist.destroy_process_group()
-time.sleep(0.1)  # see support.launcher.end_process_group
+time.sleep(0.1)  # see support.launching.launcher.end_process_group

@@ -42,4 +42,4 @@ for _ in range(4):
     dist.barrier()
     loss.backward()
 dist.destroy_process_group()
-time.sleep(0.1)  # see support.launcher.end_process_group
+time.sleep(0.1)  # see support.launching.launcher.end_process_group

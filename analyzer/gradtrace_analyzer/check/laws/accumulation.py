@@ -11,35 +11,26 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from gradtrace_analyzer.check.evidence import Evidence
-from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
-from gradtrace_analyzer.numerics.tolerance import UNITS, epsilon
+from gradtrace_analyzer.check.law import Findings, Violation, law, outcome
+from gradtrace_analyzer.numerics.sketches import closest_multiple, is_same_factor
+from gradtrace_analyzer.numerics.tolerance import LANE_EPSILON, LAW_ULPS, epsilon
 from gradtrace_analyzer.sql.pipelines import stages_of_roots
 from gradtrace_analyzer.words.nouns import listed
-from gradtrace_analyzer.words.numbers import counted, ranks_phrase
-from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
+from gradtrace_analyzer.words.numbers import counted, noun, ranks_phrase
 
 # The norm of what is left over that counts as a change: far beyond rounding, which the sketches' own adds to.
 _LEAST = 1e-4
 
 
-def _folded(column: str) -> str:
-    """A sketch on as many lanes as those of Nodes have."""
-    lanes = [
-        " + ".join(f"{column}[{k}]" for k in range(lane + 1, SKETCH_LANES + 1, NODE_SKETCH_LANES))
-        for lane in range(NODE_SKETCH_LANES)
-    ]
-    return f"[{', '.join(lanes)}]"
-
-
 # A parameter's `.grad` after each accumulation, with what it held before (null where that is not known) and what came.
-_ACCUMULATED = f"""
+_ACCUMULATED = """
 WITH held AS (
-    SELECT *, lag({_folded("sketch")}) OVER before AS old, lag(numel) OVER before AS old_numel,
+    SELECT *, lag(on_node_lanes(sketch)) OVER before AS old, lag(numel) OVER before AS old_numel,
         lag(backward_index) OVER before AS old_backward_index, lag(point) OVER before AS old_point
     FROM gradients WHERE point IN ('carried', 'local', 'reduced')
     WINDOW before AS (PARTITION BY rank, step, root, parameter_fqn ORDER BY record_index))
 SELECT h.rank, h.step, h.backward_index, h.microbatch, h.root, h.parameter_fqn, h.dtype, h.norm, h.record_index,
-    h.old_backward_index, h.old_point, h.old, n.grad_output_sketch AS came, {_folded("h.sketch")} AS new,
+    h.old_backward_index, h.old_point, h.old, n.grad_output_sketch AS came, on_node_lanes(h.sketch) AS new,
     h.fingerprint IS NOT DISTINCT FROM n.grad_output_fingerprint AS is_alone
 FROM held h JOIN node_events n ON n.rank = h.rank AND n.step = h.step AND n.backward_index = h.backward_index
     AND n.root = h.root AND n.parameter_fqn = h.parameter_fqn AND n.outcome = 'ok'
@@ -77,6 +68,14 @@ class _Changed:
     factor: float | None
 
 
+@law(
+    "gradients_accumulate",
+    "warning",
+    unit="accumulation",
+    doc="After a backward pass `.grad` holds what it held before in the step plus what arrived, or what arrived alone "
+    "(it was reset): nothing else changes it between passes.",
+    after=["actions_complete"],
+)
 def gradients_accumulate(evidence: Evidence) -> Findings:
     """Report the first passes before which `.grad` was changed outside backward."""
     [(most,)] = evidence.rows(
@@ -96,7 +95,6 @@ def gradients_accumulate(evidence: Evidence) -> Findings:
             "a gradient was changed between two of them is seen by no law (gradients_accumulate did not judge them)."
         )
     return outcome(
-        Law.GRADIENTS_ACCUMULATE,
         list(_told(evidence, found)),
         compared,
         "no gradient was accumulated onto one that was recorded before it in its step",
@@ -116,7 +114,7 @@ def _of_first_step(evidence: Evidence) -> Iterator[_Changed]:
         for rank, step, index, microbatch, root, fqn, since, dtype, norm, old, came, new in rows:
             if first_step is not None and step > first_step:
                 return
-            left = _left_over(old, came, new, UNITS * max(epsilon(dtype), 2.0**-23))
+            left = _left_over(old, came, new, LAW_ULPS * max(epsilon(dtype), LANE_EPSILON))
             if left is not None:
                 first_step = step
                 share = left[0] / norm if norm else 1.0
@@ -134,12 +132,9 @@ def _left_over(
     added = math.dist(kept, old)
     if not math.isfinite(size) or min(reset, added) <= least:
         return None
-    square = sum(x * x for x in old)
-    if square == 0:
-        return min(reset, added), None
-    factor = sum(k * o for k, o in zip(kept, old, strict=True)) / square
-    rest = math.dist(kept, [factor * o for o in old])
-    return min(reset, added), factor if rest <= 2 * least else None
+    fit = closest_multiple(old, kept)
+    explains = fit is not None and fit.left_over <= 2 * least
+    return min(reset, added), fit.factor if fit is not None and explains else None
 
 
 def _told(evidence: Evidence, found: Sequence[_Changed]) -> Iterator[Violation]:
@@ -163,10 +158,11 @@ def _told(evidence: Evidence, found: Sequence[_Changed]) -> Iterator[Violation]:
         where = ""
         if stages:
             listed_stages = ", ".join(str(stage) for stage, _ in stages)
-            where = f" (stage{'s' if len(stages) > 1 else ''} {listed_stages}, microbatch {first.microbatch})"
+            where = (
+                f" ({noun(len(stages), 'stage')} {listed_stages}, microbatch {first.microbatch})"
+            )
             more += _divided_again(first.factor, {count for _, count in stages})
-        yield violation(
-            Law.GRADIENTS_ACCUMULATE,
+        yield gradients_accumulate.violation(
             first.step,
             f"Step {first.step}, {ranks_phrase(ranks)}{where}: {began} pass {index}, `.grad` of {listed(names, 2)} was "
             f"{_how(same)} outside backward.{more}",
@@ -208,8 +204,6 @@ def _divided_again(factor: float | None, counts: Set[int]) -> str:
 
 def _how(same: Sequence[_Changed]) -> str:
     first = same[0]
-    if first.factor is not None and all(
-        f.factor is not None and abs(f.factor / first.factor - 1) < 1e-3 for f in same
-    ):
+    if first.factor is not None and all(is_same_factor(f.factor, first.factor) for f in same):
         return f"multiplied by {first.factor:.4g}"
     return f"changed (of {first.parameter_fqn}, {first.share:.1%} of its norm is neither what it held nor what arrived)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradtrace_analyzer.check.evidence import Evidence
-from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
+from gradtrace_analyzer.check.law import Findings, Violation, law, outcome
 from gradtrace_analyzer.check.laws.handovers import without_stages
 from gradtrace_analyzer.sql.pipelines import FORWARD, FULL, INPUT, WEIGHT, stepless_ranks
 
@@ -48,6 +48,14 @@ ORDER BY step, microbatch, stage_index
 """
 
 
+@law(
+    "actions_complete",
+    "error",
+    unit=("microbatch of a stage", "microbatches of stages"),
+    doc="A pipeline stage runs for each microbatch one forward, and one whole backward, or one input half and one "
+    "weight half; as often as the schedule is run in the step.",
+    after=["handovers_equal"],
+)
 def actions_complete(evidence: Evidence) -> Findings:
     """Report for each stage the first microbatch of which an action is missing, or was done twice."""
     evidence.connection.execute(
@@ -60,13 +68,11 @@ def actions_complete(evidence: Evidence) -> Findings:
     )
     [(compared,)] = evidence.rows("SELECT count(*) FROM action_counts")
     if not compared and not evidence.rows("SELECT 1 FROM stage_events LIMIT 1"):
-        return without_stages(evidence, Law.ACTIONS_COMPLETE)
+        return without_stages(evidence)
     cursor = evidence.connection.execute(_BROKEN)
     names = [column[0] for column in cursor.description or ()]
     violations = [_told(dict(zip(names, row, strict=True))) for row in cursor.fetchall()]
-    return outcome(
-        Law.ACTIONS_COMPLETE, violations, compared, "no step was recorded whole of any stage"
-    )
+    return outcome(violations, compared, "no step was recorded whole of any stage")
 
 
 def _told(row: dict[str, Any]) -> Violation:
@@ -96,8 +102,7 @@ def _told(row: dict[str, Any]) -> Violation:
         ),
     }[row["how"]]
     more = f" So {row['like_it']:,} times." if row["like_it"] > 1 else ""
-    return violation(
-        Law.ACTIONS_COMPLETE,
+    return actions_complete.violation(
         row["step"],
         f"Step {row['step']}, microbatch {row['microbatch']}: stage {row['stage_index']} (rank {row['rank']}) ran "
         f"{said}.{more}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradtrace_analyzer.numerics.hook_promises import FLOAT16_LARGEST, hook_phrase, promise_of
-from gradtrace_analyzer.sql.pipelines import Place as Stage
+from gradtrace_analyzer.sql.pipelines import StagePlace
 from gradtrace_analyzer.words.nouns import module_phrase
 from gradtrace_analyzer.words.numbers import ranks_phrase
 
@@ -15,7 +15,7 @@ _WORDS = {"inf": "infinity", "nan": "NaN"}
 
 
 @dataclass(frozen=True)
-class Place:
+class Birthplace:
     """A row that holds values which are not finite. `source` is the kind of row; counts are of elements that came in
     and went out; `order` is its place in program order, which late rows have not in `record_index`. A module may have
     read its own `infinite_parameter`; it may lie in a pipeline's `stage`."""
@@ -40,7 +40,7 @@ class Place:
     out_inf: int
     order: float = 0.0
     infinite_parameter: str | None = None
-    stage: Stage | None = None
+    stage: StagePlace | None = None
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -69,7 +69,9 @@ class Place:
         return counts[0] or counts[1]
 
 
-def birth_sentence(kind: str, place: Place, ranks: Sequence[int], largest_sum: float | None) -> str:
+def birth_sentence(
+    kind: str, place: Birthplace, ranks: Sequence[int], largest_sum: float | None
+) -> str:
     """Where and how the first value of its kind came to be. `largest_sum`: the ranks' largest magnitudes, added up."""
     word = _WORDS[kind]
     where = f" ({place.stage.said})" if place.stage is not None else ""
@@ -84,7 +86,7 @@ def birth_sentence(kind: str, place: Place, ranks: Sequence[int], largest_sum: f
     return start + _born(place, made_of, largest_sum)
 
 
-def _arrives(place: Place, word: str) -> str:
+def _arrives(place: Birthplace, word: str) -> str:
     if place.source == "module":
         what = f"arrives at {module_phrase(place.module_fqn)}"
     elif place.source == "node":
@@ -94,7 +96,7 @@ def _arrives(place: Place, word: str) -> str:
     return f"{what}: the {word} was born in front of it, in code that was not recorded."
 
 
-def _born(place: Place, made_of: str, largest_sum: float | None) -> str:
+def _born(place: Birthplace, made_of: str, largest_sum: float | None) -> str:
     if place.source == "before":
         when = (
             ": it is there from the start"
@@ -130,7 +132,7 @@ def _born(place: Place, made_of: str, largest_sum: float | None) -> str:
     )
 
 
-def _in_reduction(place: Place, largest_sum: float | None) -> str:
+def _in_reduction(place: Birthplace, largest_sum: float | None) -> str:
     said = (
         f"is born in the reduction of bucket {place.bucket_index} by {hook_phrase(place.hook_name)}: "
         "the ranks' buckets are finite, what came out is not"
@@ -140,6 +142,6 @@ def _in_reduction(place: Place, largest_sum: float | None) -> str:
     return f"{said}."
 
 
-def _node(place: Place) -> str:
+def _node(place: Birthplace) -> str:
     owner = place.parameter_fqn or module_phrase(place.module_fqn)
     return f"{place.node_name} of {owner}"

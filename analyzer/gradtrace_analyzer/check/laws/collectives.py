@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradtrace_analyzer.check.evidence import Evidence, Rows
-from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
+from gradtrace_analyzer.check.law import Findings, Violation, law, not_judged, outcome
 from gradtrace_analyzer.numerics.hook_promises import chains_collectives, hook_phrase
 from gradtrace_analyzer.words.nouns import bucket_phrase, listed
 from gradtrace_analyzer.words.numbers import counted, ranks_phrase, verb
@@ -23,16 +23,26 @@ _ASPECTS = {
 _ROW = "rank, step, bucket_index, backward_index, microbatch, hook_name, parameter_fqns, replica"
 
 
+@law(
+    "collectives_match",
+    "error",
+    unit="reduction",
+    doc="What the ranks of a group reduce together is the same bucket of the same step by the same hook, and all "
+    "ranks take part.",
+    after=["buckets_launched"],
+    as_cause="the reductions do not match",
+    names_culprit=True,
+)
 def collectives_match(evidence: Evidence) -> Findings:
     """Report the first reduction of each group whose rows do not belong together, or lack a rank."""
     if not evidence.modules:
-        return Findings((), {}, {Law.COLLECTIVES_MATCH: evidence.lacking})
+        return not_judged(evidence.lacking)
     [(compared,)] = evidence.rows(
         "SELECT count(*) FROM (SELECT pair FROM reductions GROUP BY pair "
         "HAVING count(DISTINCT rank) > 1 OR max(team_size) > 1)"
     )
     violations = [*_idlers(evidence), *_mismatches(evidence), *_absences(evidence)]
-    return outcome(Law.COLLECTIVES_MATCH, violations, compared, "no bucket was recorded")
+    return outcome(violations, compared, "no bucket was recorded")
 
 
 _IDLE = """
@@ -64,8 +74,7 @@ def _idlers(evidence: Evidence) -> Iterator[Violation]:
         ranks, others = tuple(row[0] for row in idle), [row[0] for row in busy]
         replica = evidence.replica(number)
         more = f" So in {counted(count, 'bucket')}." if count > 1 else ""
-        yield violation(
-            Law.COLLECTIVES_MATCH,
+        yield collectives_match.violation(
             step,
             f"{bucket_phrase(step, bucket, fqns)}: {ranks_phrase(ranks)} launched no collective of the group in "
             f"{hook_phrase(hook)}, {ranks_phrase(others)} did: from there on what {ranks_phrase(others)} "
@@ -144,8 +153,7 @@ def _mismatch(
             f"({listed(other[6])}): their parameters are not the same, or not in the same order"
         )
     more = f" So in {counted(count, 'bucket')}." if count > 1 else ""
-    return violation(
-        Law.COLLECTIVES_MATCH,
+    return collectives_match.violation(
         min(step, other[1]),
         f"{text}.{more}",
         rank=odd[0] if len(odd) == 1 else None,
@@ -212,8 +220,7 @@ def _absences(evidence: Evidence) -> Iterator[Violation]:
         replica = evidence.replica(number)
         waited = f"{verb(ranks, 'waits', 'wait')} for it" if waits else "did without it"
         more = f" So in {counted(count, 'bucket')}." if count > 1 else ""
-        yield violation(
-            Law.COLLECTIVES_MATCH,
+        yield collectives_match.violation(
             step,
             f"{bucket_phrase(step, bucket, fqns)}: rank {absent} never came to the reduction, "
             f"{ranks_phrase(ranks)} {waited}; {_whereabouts(evidence, absent, step)}.{more}",

@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradtrace_analyzer.check.evidence import Evidence, Replica, Rows
-from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
+from gradtrace_analyzer.check.law import Findings, Violation, law, not_judged, outcome
+from gradtrace_analyzer.check.laws.reductions import deviating_ranks
 from gradtrace_analyzer.numerics.hook_promises import hook_phrase
+from gradtrace_analyzer.numerics.tolerance import AS_ADDED_UP
 from gradtrace_analyzer.words.nouns import bucket_phrase, listed
 from gradtrace_analyzer.words.numbers import also_in, counted, possessive, ranks_phrase
 
 _NOT_EQUAL_BY_PROMISE = "the hooks in use do not keep the ranks equal"
-
-# Norms are those of equal tensors up to the order in which they were summed.
-_NORM_ROOM = 1e-6
 
 
 def unequal(full: bool, prefix: str = "") -> str:
@@ -24,9 +23,9 @@ def unequal(full: bool, prefix: str = "") -> str:
     NaN have many bit patterns: tensors that all hold some are not compared.
     """
     by_norms = (
-        f"max({prefix}norm) - min({prefix}norm) > {_NORM_ROOM} * max({prefix}norm) "
+        f"max({prefix}norm) - min({prefix}norm) > {AS_ADDED_UP} * max({prefix}norm) "
         f"OR max({prefix}sum) - min({prefix}sum) > "
-        f"{_NORM_ROOM} * max({prefix}norm) * sqrt(max({prefix}numel)) "
+        f"{AS_ADDED_UP} * max({prefix}norm) * sqrt(max({prefix}numel)) "
         f"OR count(DISTINCT {prefix}inf_count) > 1 OR count(DISTINCT {prefix}nan_count) > 1"
     )
     apart = f"count(DISTINCT {prefix}fingerprint) > 1" if full else by_norms
@@ -50,12 +49,27 @@ def disagreement(odd: Sequence[int], everyone: Sequence[int], what: str) -> str:
     return f"{possessive(odd)} {what} differs from that of {ranks_phrase(others)}"
 
 
+@law(
+    "parameters_equal",
+    "error",
+    unit="parameter",
+    doc="All ranks of a data-parallel group hold bit-equal parameters before and after each step.",
+    after=["gradients_equal"],
+    explained_by=[
+        "gradients_equal",
+        "reduction_is_mean",
+        "collectives_match",
+        "buckets_launched",
+        "last_pass_reduces",
+        "wrapper_called",
+    ],
+)
 def parameters_equal(evidence: Evidence) -> Findings:
     """Report the first step and point at which a module's parameters differ."""
     if not evidence.modules:
-        return Findings((), {}, {Law.PARAMETERS_EQUAL: evidence.lacking})
+        return not_judged(evidence.lacking)
     if not evidence.equal_modules:
-        return Findings((), {}, {Law.PARAMETERS_EQUAL: _NOT_EQUAL_BY_PROMISE})
+        return not_judged(_NOT_EQUAL_BY_PROMISE)
     full = evidence.has_fingerprints("parameters")
     evidence.connection.execute(
         "CREATE TEMP TABLE parameter_groups AS "
@@ -81,7 +95,7 @@ def parameters_equal(evidence: Evidence) -> Findings:
         if broken:
             violations.append(_parameters_apart(evidence, replica, broken, full))
     reason = "no parameter was recorded on two ranks of a group with values"
-    return outcome(Law.PARAMETERS_EQUAL, violations, compared, reason)
+    return outcome(violations, compared, reason)
 
 
 def _parameters_apart(evidence: Evidence, replica: Replica, broken: Rows, full: bool) -> Violation:
@@ -105,8 +119,7 @@ def _parameters_apart(evidence: Evidence, replica: Replica, broken: Rows, full: 
             odd = moved
             start = f" It was changed on {ranks_phrase(odd)} after the optimizer's step {step - 1}."
     steps = sorted({row[0] for row in broken})
-    return violation(
-        Law.PARAMETERS_EQUAL,
+    return parameters_equal.violation(
         step,
         f"Step {step}: {disagreement(odd, everyone, f'parameter {fqn}')} {when}{others}.{start}"
         f"{also_in(steps, step)}",
@@ -159,16 +172,23 @@ def _identities(
     )
 
 
-def gradients_equal(evidence: Evidence, deviating: Mapping[int, frozenset[int]]) -> Findings:
-    """Report the first bucket, or reduced gradient, in which ranks differ.
-
-    `deviating` are the ranks that came out of a reduction with something else than the mean: between two ranks, the
-    odd one.
-    """
+@law(
+    "gradients_equal",
+    "error",
+    unit=("bucket or gradient", "buckets and gradients"),
+    doc="After a reduction all ranks of the group hold bit-equal buckets and gradients, and their optimizers see them "
+    "so.",
+    after=["reduction_is_mean"],
+    explained_by=["collectives_match", "reduction_is_mean"],
+    as_cause="the gradients differ",
+    names_culprit=True,
+)
+def gradients_equal(evidence: Evidence) -> Findings:
+    """Report the first bucket, or reduced gradient, in which ranks differ."""
     if not evidence.modules:
-        return Findings((), {}, {Law.GRADIENTS_EQUAL: evidence.lacking})
+        return not_judged(evidence.lacking)
     if not evidence.equal_modules:
-        return Findings((), {}, {Law.GRADIENTS_EQUAL: _NOT_EQUAL_BY_PROMISE})
+        return not_judged(_NOT_EQUAL_BY_PROMISE)
     _make_gradient_groups(evidence)
     violations: list[Violation] = []
     compared = 0
@@ -180,7 +200,7 @@ def gradients_equal(evidence: Evidence, deviating: Mapping[int, frozenset[int]])
         )
         compared += buckets + gradients
         found = [
-            _buckets_apart(evidence, replica, deviating),
+            _buckets_apart(evidence, replica),
             _gradients_apart(evidence, replica, "reduced"),
             _gradients_apart(evidence, replica, "final"),
         ]
@@ -191,7 +211,7 @@ def gradients_equal(evidence: Evidence, deviating: Mapping[int, frozenset[int]])
                 earliest.append(v)
         violations += earliest
     reason = "no reduced bucket or gradient was recorded on two ranks of a group with values"
-    return outcome(Law.GRADIENTS_EQUAL, violations, compared, reason)
+    return outcome(violations, compared, reason)
 
 
 _BUCKET_GROUPS = """
@@ -230,9 +250,7 @@ def _make_gradient_groups(evidence: Evidence) -> None:
     evidence.connection.execute(_GRADIENT_GROUPS.format(unequal=unequal(full, "g.")))
 
 
-def _buckets_apart(
-    evidence: Evidence, replica: Replica, deviating: Mapping[int, frozenset[int]]
-) -> Violation | None:
+def _buckets_apart(evidence: Evidence, replica: Replica) -> Violation | None:
     broken = evidence.rows(
         "SELECT pair, step FROM bucket_groups WHERE replica = ? AND broken ORDER BY step, pair",
         [replica.number],
@@ -245,7 +263,8 @@ def _buckets_apart(
         evidence, "reductions", "pair = ? AND NOT is_shadow", [pair], replica, full, "after_"
     )
     everyone = tuple(sorted(identities))
-    wrong = deviating.get(pair, frozenset())
+    # Between two ranks the odd one is that which came out with something else than the mean.
+    wrong = deviating_ranks(evidence).get(pair, frozenset())
     odd = odd_ranks(identities) or (tuple(sorted(wrong)) if len(wrong) == 1 else ())
     [(bucket, backward, microbatch, hook, fqns)] = evidence.rows(
         "SELECT bucket_index, backward_index, microbatch, hook_name, parameter_fqns "
@@ -262,8 +281,7 @@ def _buckets_apart(
         f" The reduced gradient of {listed([f for (f,) in apart])} differs." if apart else ""
     )
     where = f"after {hook_phrase(hook)} "
-    return violation(
-        Law.GRADIENTS_EQUAL,
+    return gradients_equal.violation(
         step,
         f"{bucket_phrase(step, bucket, fqns)}: {where}{disagreement(odd, everyone, 'reduced bucket')}."
         f"{gradients} So in {counted(len(broken), 'bucket')}.",
@@ -316,8 +334,7 @@ def _gradients_apart(evidence: Evidence, replica: Replica, point: str) -> Violat
         why = f" The reduced gradients are equal: it was changed{where} between backward() and the optimizer's step."
     count = sum(row[0] == step for row in broken)
     others = f" (and of {counted(count - 1, 'more parameter')})" if count > 1 else ""
-    return violation(
-        Law.GRADIENTS_EQUAL,
+    return gradients_equal.violation(
         step,
         f"Step {step}: {disagreement(odd, everyone, name)}{others}.{why}"
         f"{also_in(sorted({row[0] for row in broken}), step)}",

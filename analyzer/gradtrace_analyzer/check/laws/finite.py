@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gradtrace_analyzer.check.evidence import Evidence
-from gradtrace_analyzer.check.law import Findings, Law, Severity, Violation, outcome, violation
-from gradtrace_analyzer.check.laws.birthplaces import Place, birth_sentence
+from gradtrace_analyzer.check.law import Findings, Severity, Violation, law, outcome
+from gradtrace_analyzer.check.laws.birthplaces import Birthplace, birth_sentence
 from gradtrace_analyzer.sql.pipelines import action_around
 from gradtrace_analyzer.words.numbers import ranks_phrase
 
-Kind = Literal["inf", "nan"]
-_KINDS: tuple[Kind, ...] = ("inf", "nan")
+NonFinite = Literal["inf", "nan"]
 
 _NOWHERE = "NULL AS {}"
 _COLUMNS = (
@@ -131,10 +130,18 @@ QUALIFY row_number() OVER (PARTITION BY c.rank, c.kind, c.severity, source ORDER
 class _Chosen:
     rank: int
     step: int
-    kind: Kind
+    kind: NonFinite
     severity: Severity
 
 
+@law(
+    "values_finite",
+    "error",
+    unit="tensor",
+    doc="No value is born infinite or NaN. The first infinity and the first NaN are two findings. An infinity that "
+    "stays in the forward pass (a mask), or in a step that GradScaler skipped, is a warning.",
+    after=["data_differ"],
+)
 def values_finite(evidence: Evidence) -> Findings:
     """Report the births of the first infinity and the first NaN."""
     compared = sum(
@@ -151,18 +158,18 @@ def values_finite(evidence: Evidence) -> Findings:
     )
     reason = "nothing was recorded with values"
     if not compared:
-        return outcome(Law.VALUES_FINITE, (), 0, reason)
+        return outcome((), 0, reason)
     evidence.connection.execute(f"CREATE TEMP VIEW nonfinite AS {' UNION ALL '.join(_SOURCES)}")
     steps = evidence.rows(_STEPS)
     firsts = _first_places(evidence, _chosen(steps), steps) if steps else []
-    return outcome(Law.VALUES_FINITE, _births(evidence, firsts), compared, reason)
+    return outcome(_births(evidence, firsts), compared, reason)
 
 
 def _chosen(steps: Sequence[tuple[Any, ...]]) -> list[_Chosen]:
     """For each rank and kind the first step in which it is an error, and one before it in which it is a warning."""
-    found: dict[tuple[int, Kind], dict[Severity, _Chosen]] = {}
+    found: dict[tuple[int, NonFinite], dict[Severity, _Chosen]] = {}
     for rank, step, any_inf, any_nan, spread_inf, skipped in steps:
-        judged: dict[Kind, Severity | None] = {
+        judged: dict[NonFinite, Severity | None] = {
             "inf": ("error" if spread_inf and not skipped else "warning") if any_inf else None,
             # An overflow that GradScaler caught turns into NaN on its way.
             "nan": ("warning" if skipped and any_inf else "error") if any_nan else None,
@@ -176,7 +183,7 @@ def _chosen(steps: Sequence[tuple[Any, ...]]) -> list[_Chosen]:
 
 def _first_places(
     evidence: Evidence, chosen: Sequence[_Chosen], steps: Sequence[tuple[Any, ...]]
-) -> list[tuple[_Chosen, Place]]:
+) -> list[tuple[_Chosen, Birthplace]]:
     """The first place of each chosen step. Forward places whose infinities are harmless in another step of the rank
     (masks) are passed over."""
     connection = evidence.connection
@@ -202,11 +209,11 @@ def _first_places(
         )
     cursor = connection.execute(_FIRSTS)
     names = [column[0] for column in cursor.description or ()]
-    by_choice: dict[tuple[int, Kind, Severity], list[Place]] = {}
+    by_choice: dict[tuple[int, NonFinite, Severity], list[Birthplace]] = {}
     for row in cursor.fetchall():
         fields = dict(zip(names, row, strict=True))
         kind, severity = fields.pop("kind"), fields.pop("severity")
-        place = Place(**fields)
+        place = Birthplace(**fields)
         by_choice.setdefault((place.rank, kind, severity), []).append(place)
     return [
         (c, _earliest(by_choice[c.rank, c.kind, c.severity]))
@@ -215,7 +222,7 @@ def _first_places(
     ]
 
 
-def _earliest(places: Sequence[Place]) -> Place:
+def _earliest(places: Sequence[Birthplace]) -> Birthplace:
     """The first in program order, where rows written late are put where they belong: a loss in front of its pass,
     inputs in front of the call that read them, a bucket in front of the gradients it gave."""
     found = min(places, key=lambda place: _program_order(place, places))
@@ -230,7 +237,7 @@ _LATE: Mapping[str, tuple[frozenset[str], str]] = {
 }
 
 
-def _program_order(place: Place, places: Sequence[Place]) -> float:
+def _program_order(place: Birthplace, places: Sequence[Birthplace]) -> float:
     readers, shared = _LATE.get(place.source, (frozenset(), ""))
     following = [
         other.record_index - 0.5
@@ -240,11 +247,11 @@ def _program_order(place: Place, places: Sequence[Place]) -> float:
     return min([float(place.record_index), *following])
 
 
-def _births(evidence: Evidence, firsts: Sequence[tuple[_Chosen, Place]]) -> list[Violation]:
+def _births(evidence: Evidence, firsts: Sequence[tuple[_Chosen, Birthplace]]) -> list[Violation]:
     """One violation per kind, severity and place, with all its ranks; ranks that a reduction gave it to are named with
     the first that is theirs."""
-    groups: dict[tuple[Any, ...], list[tuple[_Chosen, Place]]] = {}
-    inherited: list[tuple[_Chosen, Place, str]] = []
+    groups: dict[tuple[Any, ...], list[tuple[_Chosen, Birthplace]]] = {}
+    inherited: list[tuple[_Chosen, Birthplace, str]] = []
     for chosen, place in firsts:
         place, is_received = _in_stage(evidence, chosen, place)
         if _came_through_reduction(evidence, chosen, place, firsts):
@@ -264,7 +271,7 @@ def _births(evidence: Evidence, firsts: Sequence[tuple[_Chosen, Place]]) -> list
 _IN_STAGES = frozenset({"input", "module", "loss", "node", "local"})
 
 
-def _in_stage(evidence: Evidence, chosen: _Chosen, place: Place) -> tuple[Place, bool]:
+def _in_stage(evidence: Evidence, chosen: _Chosen, place: Birthplace) -> tuple[Birthplace, bool]:
     """The place with the pipeline stage it is in, and whether the stage had received such a value from another."""
     if place.source not in _IN_STAGES:
         return place, False
@@ -282,8 +289,8 @@ def _in_stage(evidence: Evidence, chosen: _Chosen, place: Place) -> tuple[Place,
 def _came_through_reduction(
     evidence: Evidence,
     chosen: _Chosen,
-    place: Place,
-    firsts: Sequence[tuple[_Chosen, Place]],
+    place: Birthplace,
+    firsts: Sequence[tuple[_Chosen, Birthplace]],
 ) -> bool:
     """Whether another rank brought it into a reduction that this rank took part in."""
     if (
@@ -308,14 +315,13 @@ def _came_through_reduction(
     )
 
 
-def _birth(evidence: Evidence, same: Sequence[tuple[_Chosen, Place]]) -> Violation:
+def _birth(evidence: Evidence, same: Sequence[tuple[_Chosen, Birthplace]]) -> Violation:
     chosen, place = same[0]
     if place.source == "module":
         place = replace(place, infinite_parameter=_infinite_parameter(evidence, place))
     ranks = tuple(sorted(p.rank for _, p in same))
     most = _largest_sum(evidence, place) if place.source == "bucket" else None
-    return violation(
-        Law.VALUES_FINITE,
+    return values_finite.violation(
         chosen.step,
         birth_sentence(chosen.kind, place, ranks, most) + _harmless(evidence, chosen),
         severity=chosen.severity,
@@ -337,7 +343,7 @@ def _birth(evidence: Evidence, same: Sequence[tuple[_Chosen, Place]]) -> Violati
     )
 
 
-def _infinite_parameter(evidence: Evidence, place: Place) -> str | None:
+def _infinite_parameter(evidence: Evidence, place: Birthplace) -> str | None:
     """The first parameter of a module, and of those in it, that holds an infinity before the step."""
     found = evidence.rows(
         "SELECT parameter_fqn FROM parameters WHERE rank = ? AND step = ? AND root = ? AND point = 'before' "
@@ -347,7 +353,7 @@ def _infinite_parameter(evidence: Evidence, place: Place) -> str | None:
     return found[0][0] if found else None
 
 
-def _largest_sum(evidence: Evidence, place: Place) -> float | None:
+def _largest_sum(evidence: Evidence, place: Birthplace) -> float | None:
     [(most,)] = evidence.rows(
         "SELECT sum(before_abs_max) FROM reductions WHERE pair IN "
         "(SELECT pair FROM reductions WHERE rank = ? AND record_index = ?)",
@@ -368,7 +374,7 @@ def _harmless(evidence: Evidence, chosen: _Chosen) -> str:
 
 
 def _with_heirs(
-    v: Violation, kind: Kind, inherited: Sequence[tuple[_Chosen, Place, str]]
+    v: Violation, kind: NonFinite, inherited: Sequence[tuple[_Chosen, Birthplace, str]]
 ) -> Violation:
     """Name the ranks that got it in the same step, and through what."""
     said = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradtrace_analyzer.check.evidence import Evidence
-from gradtrace_analyzer.check.law import Findings, Law, outcome, violation
+from gradtrace_analyzer.check.law import Findings, law, not_judged, outcome
 from gradtrace_analyzer.words.numbers import counted, ranks_phrase, steps_phrase, verb
 
 # What a rank was fed in a step. Scalars and constants (a mask of ones, a learning rate) are the same everywhere.
@@ -18,10 +18,16 @@ GROUP BY 1, 2, 3
 """
 
 
+@law(
+    "data_differ",
+    "warning",
+    unit="step",
+    doc="The ranks of a data-parallel group train on different inputs in every step.",
+)
 def data_differ(evidence: Evidence) -> Findings:
     """Report the ranks that were fed the same, and in which steps."""
     if not any(len(r.recorded) > 1 for r in evidence.replicas):
-        return Findings((), {}, {Law.DATA_DIFFER: evidence.lacking})
+        return not_judged(evidence.lacking)
     evidence.connection.execute(f"CREATE TEMP TABLE fed AS {_FED}")
     [(compared,)] = evidence.rows(
         "SELECT count(*) FROM (SELECT 1 FROM fed GROUP BY team, step HAVING count(*) > 1)"
@@ -37,8 +43,7 @@ def data_differ(evidence: Evidence) -> Findings:
         group = next(r.group for r in evidence.replicas if r.team == team)
         when = "in every step" if len(steps) == step_count else f"in {steps_phrase(steps)}"
         violations.append(
-            violation(
-                Law.DATA_DIFFER,
+            data_differ.violation(
                 steps[0],
                 f"Step {steps[0]}: {ranks_phrase(ranks)} were fed bit-equal inputs, {when}: they train on the same "
                 "data.",
@@ -48,7 +53,6 @@ def data_differ(evidence: Evidence) -> Findings:
             )
         )
     return outcome(
-        Law.DATA_DIFFER,
         violations,
         compared,
         "no inputs were recorded on two ranks with fingerprints",
@@ -73,6 +77,13 @@ JOIN parameter q ON q.rank = g.rank AND q.step = g.step - 1
 """
 
 
+@law(
+    "forward_is_fresh",
+    "warning",
+    unit=("pair of steps", "pairs of steps"),
+    doc="Gradients differ from those of the step before when the parameters do.",
+    after=["values_finite"],
+)
 def forward_is_fresh(evidence: Evidence) -> Findings:
     """Report the first step whose gradients are those of the step before, though its parameters are not."""
     evidence.connection.execute(f"CREATE TEMP TABLE folded AS {_FOLDED}")
@@ -82,8 +93,7 @@ def forward_is_fresh(evidence: Evidence) -> Findings:
         "arg_min(gradient_count, step) FROM folded WHERE is_stale HAVING count(*) > 0"
     )
     violations = [
-        violation(
-            Law.FORWARD_IS_FRESH,
+        forward_is_fresh.violation(
             step,
             f"Step {step}, {ranks_phrase(ranks)}: {counted(gradient_count, 'gradient')} "
             f"{verb(range(gradient_count), 'is', 'are')} bit-equal to those of step {step - 1} although the parameters "
@@ -95,7 +105,6 @@ def forward_is_fresh(evidence: Evidence) -> Findings:
         for step, ranks, steps, gradient_count in found
     ]
     return outcome(
-        Law.FORWARD_IS_FRESH,
         violations,
         compared,
         "no two consecutive steps have gradients and parameters with fingerprints",

@@ -3,14 +3,15 @@ the one after."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gradtrace_analyzer.check.evidence import Evidence
-from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
+from gradtrace_analyzer.check.law import Findings, Violation, law, not_judged, outcome
+from gradtrace_analyzer.numerics.sketches import factor_between, relative_error
 from gradtrace_analyzer.numerics.tolerance import epsilon
 from gradtrace_analyzer.sql.pipelines import PHASES, make_handed, stepless_ranks
+from gradtrace_analyzer.words.nouns import upper_first
 from gradtrace_analyzer.words.numbers import counted, ranks_phrase
 
 NO_STAGE = "no pipeline stage was recorded"
@@ -70,10 +71,18 @@ ORDER BY step, start_ns
 """
 
 
+@law(
+    "handovers_equal",
+    "error",
+    unit="handover",
+    doc="What a pipeline stage receives is bit for bit what its neighbour sent for that microbatch: activations from "
+    "the stage before, gradients from the one after.",
+    after=["passes_complete"],
+)
 def handovers_equal(evidence: Evidence) -> Findings:
     """Report for each boundary the first thing that was not received as it was sent."""
     if not make_handed(evidence.connection):
-        return without_stages(evidence, Law.HANDOVERS_EQUAL)
+        return without_stages(evidence)
     stepless = stepless_ranks(evidence.connection)
     evidence.connection.execute(
         "DELETE FROM neighbours WHERE list_contains($1, rank) OR list_contains($1, other_rank)",
@@ -91,17 +100,17 @@ def handovers_equal(evidence: Evidence) -> Findings:
     if stepless:
         who = ranks_phrase(stepless)
         notes.append(
-            f"{who[0].upper()}{who[1:]} ran no optimizer, so that every run of the schedule there counts as one step: "
+            f"{upper_first(who)} ran no optimizer, so that every run of the schedule there counts as one step: "
             "what was handed on is not compared there; gradtrace_recorder.step(n) tells steps apart."
         )
-    return outcome(Law.HANDOVERS_EQUAL, violations, compared, NOT_BOTH, notes=notes)
+    return outcome(violations, compared, NOT_BOTH, notes=notes)
 
 
-def without_stages(evidence: Evidence, law: Law) -> Findings:
+def without_stages(evidence: Evidence) -> Findings:
     """The findings of a law about stages where there are none: a run that is no pipeline lacks nothing."""
     if evidence.rows("SELECT 1 FROM backward_passes LIMIT 1"):
         return Findings()
-    return Findings((), {}, {law: NO_STAGE})
+    return not_judged(NO_STAGE)
 
 
 def _named(
@@ -117,8 +126,7 @@ def _missing(row: Mapping[str, Any]) -> Violation:
     then = f"Rank {row['receiver']} waits for it."
     if row["is_moved"]:
         then = f"What rank {row['rank']} sent after it came in the place of other things."
-    return violation(
-        Law.HANDOVERS_EQUAL,
+    return handovers_equal.violation(
         row["step"],
         f"Step {row['step']}, microbatch {row['microbatch']}: the {what} that stage {row['stage_index']} (rank "
         f"{row['rank']}) made for stage {row['other_stage']} (rank {row['receiver']}) never came there: the send is "
@@ -151,8 +159,7 @@ def _told(evidence: Evidence, row: Mapping[str, Any]) -> Iterator[Violation]:
         factor, why = _difference(evidence, row)
         said = f"{verb} not what was sent{why}"
     more = f" So {row['like_it']:,} times." if row["like_it"] > 1 else ""
-    yield violation(
-        Law.HANDOVERS_EQUAL,
+    yield handovers_equal.violation(
         row["step"],
         f"{start}{said}.{more}",
         rank=row["rank"],
@@ -173,11 +180,8 @@ def _is_rounded(row: Mapping[str, Any]) -> bool:
 
 
 def _error(row: Mapping[str, Any]) -> float | None:
-    a, b = row["sent_sketch"], row["sketch"]
-    larger = max(row["sent_norm"] or 0.0, row["norm"] or 0.0)
-    if not a or not b or len(a) != len(b) or not larger:
-        return None
-    return math.dist(a, b) / larger
+    sent, received = ({s: row[f"{side}{s}"] for s in ("norm", "sketch")} for side in ("sent_", ""))
+    return relative_error(sent, received, from_sketches_alone=True)
 
 
 def _difference(evidence: Evidence, row: Mapping[str, Any]) -> tuple[float | None, str]:
@@ -203,7 +207,7 @@ def _difference(evidence: Evidence, row: Mapping[str, Any]) -> tuple[float | Non
         return None, f": {row['numel']:,} elements instead of {row['sent_numel']:,}"
     if row["norm"] == 0:
         return 0.0, ", but all zero"
-    factor = _factor(row["sent_sketch"], row["sketch"])
+    factor = factor_between(row["sent_sketch"], row["sketch"])
     if factor is not None:
         return factor, f", but {factor:.4g} times that"
     error = _error(row)
@@ -211,15 +215,3 @@ def _difference(evidence: Evidence, row: Mapping[str, Any]) -> tuple[float | Non
         return None, ""
     they = row["what"] == "activations"
     return None, f": {'they differ' if they else 'it differs'} by {error:.1e}"
-
-
-def _factor(sent: Sequence[float] | None, received: Sequence[float] | None) -> float | None:
-    """f where what was received is f times what was sent, within what sketches tell."""
-    if not sent or not received or len(sent) != len(received):
-        return None
-    square = sum(x * x for x in sent)
-    if square == 0 or not math.isfinite(square):
-        return None
-    factor = sum(x * y for x, y in zip(sent, received, strict=True)) / square
-    rest = math.dist(received, [factor * x for x in sent]) / math.sqrt(square)
-    return factor if abs(factor - 1) > 1e-5 and rest < 0.05 * abs(factor - 1) else None

@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 Lanes = npt.NDArray[np.float64]
-Kind = Literal["factor", "contribution", "unreduced", "share", "subset", "unexplained"]
+CauseKind = Literal["factor", "contribution", "unreduced", "share", "subset", "unexplained"]
 
-_SLACK = 4  # an explanation has to fit within this many tolerances
+_SLACK = 4  # a cause has to fit within this many tolerances
 _MOST_SOLVED = 12  # ranks whose weights can be told from the lanes of a sketch
 
 
 @dataclass(frozen=True)
-class Explanation:
+class DeviationCause:
     """Why a bucket is not the mean.
 
     `factor` of the mean (factor), or of one rank's contribution beyond what it should be (contribution), whose
@@ -29,7 +29,7 @@ class Explanation:
     deviation over the mean, or over the scale where the mean is zero.
     """
 
-    kind: Kind
+    kind: CauseKind
     relative_error: float
     factor: float | None = None
     contributor: int | None = None
@@ -55,9 +55,9 @@ def means(before: Lanes, divisors: Lanes, counts: npt.NDArray[Any]) -> Lanes:
     return lines
 
 
-def explained(
+def deviation_cause(
     before: Lanes, after: Lanes, divisor: float, own: int, slack: float, differs: bool
-) -> Explanation:
+) -> DeviationCause:
     """What explains that group rank `own` came out with `after`.
 
     `before` has a line per rank; `slack` is the deviation that is allowed. `differs`: other ranks came out with
@@ -68,7 +68,7 @@ def explained(
     room = _SLACK * slack
     size = float(np.linalg.norm(deviation) / (np.linalg.norm(mean) or np.linalg.norm(after) or 1.0))
     for kind in ("factor", "own", "contribution") if differs else ("factor", "contribution", "own"):
-        found: Explanation | None
+        found: DeviationCause | None
         if kind == "factor":
             found = _factor(mean, after, room, size)
         elif kind == "own":
@@ -77,10 +77,10 @@ def explained(
             found = _contribution(before, deviation, divisor, room, size)
         if found is not None:
             return found
-    return _subset(before, after, own, room, size) or Explanation("unexplained", size)
+    return _subset(before, after, own, room, size) or DeviationCause("unexplained", size)
 
 
-def _factor(mean: Lanes, after: Lanes, room: float, size: float) -> Explanation | None:
+def _factor(mean: Lanes, after: Lanes, room: float, size: float) -> DeviationCause | None:
     square = float(mean @ mean)
     if square == 0:
         return None
@@ -89,7 +89,7 @@ def _factor(mean: Lanes, after: Lanes, room: float, size: float) -> Explanation 
         return None
     if len(mean) == 1 and not _is_round(factor):
         return None  # one number is always a multiple of another
-    return Explanation("factor", size, factor)
+    return DeviationCause("factor", size, factor)
 
 
 def _is_round(factor: float) -> bool:
@@ -97,17 +97,19 @@ def _is_round(factor: float) -> bool:
     return abs(whole) < 1e6 and abs(whole - round(whole)) < 1e-4
 
 
-def _own(own: Lanes, after: Lanes, divisor: float, room: float, size: float) -> Explanation | None:
+def _own(
+    own: Lanes, after: Lanes, divisor: float, room: float, size: float
+) -> DeviationCause | None:
     if np.linalg.norm(after - own) <= room:
-        return Explanation("unreduced", size)
+        return DeviationCause("unreduced", size)
     if np.linalg.norm(after - own / divisor) <= room:
-        return Explanation("share", size)
+        return DeviationCause("share", size)
     return None
 
 
 def _contribution(
     before: Lanes, deviation: Lanes, divisor: float, room: float, size: float
-) -> Explanation | None:
+) -> DeviationCause | None:
     if before.shape[1] == 1:
         return None  # any rank's would fit
     squares = np.einsum("rl,rl->r", before, before)
@@ -118,15 +120,17 @@ def _contribution(
     best = int(np.argmin(residuals))
     if residuals[best] > room:
         return None
-    return Explanation("contribution", size, float(factors[best]), best)
+    return DeviationCause("contribution", size, float(factors[best]), best)
 
 
-def _subset(before: Lanes, after: Lanes, own: int, room: float, size: float) -> Explanation | None:
+def _subset(
+    before: Lanes, after: Lanes, own: int, room: float, size: float
+) -> DeviationCause | None:
     if before.shape[1] == 1:
         return None  # one number fits anything
     for chosen in _candidates(before, after, own):
         if np.linalg.norm(after - before[list(chosen)].mean(axis=0)) <= room:
-            return Explanation("subset", size, subset=chosen)
+            return DeviationCause("subset", size, subset=chosen)
     return None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradtrace_analyzer.check.evidence import Evidence
-from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
+from gradtrace_analyzer.check.law import Findings, Violation, law, outcome
 from gradtrace_analyzer.check.laws.handovers import without_stages
 from gradtrace_analyzer.sql.pipelines import stages_of_roots
 from gradtrace_analyzer.words.nouns import listed
@@ -48,8 +48,7 @@ WITH last AS (SELECT rank, step, root, parameter_fqn, arg_max(sketch, record_ind
     FROM gradients WHERE point IN ('local', 'reduced') GROUP BY ALL),
 factors AS (
     SELECT f.rank, f.step, r.stage_index, parameter_fqn,
-        list_dot_product(a, f.sketch::DOUBLE[]) / list_dot_product(a, a) AS factor,
-        list_distance([x * factor for x in a], f.sketch::DOUBLE[]) / sqrt(list_dot_product(a, a)) AS rest
+        least_squares_factor(a, f.sketch::DOUBLE[]) AS factor, left_over(a, f.sketch::DOUBLE[], factor) AS rest
     FROM last JOIN gradients f USING (rank, step, root, parameter_fqn) JOIN ({stages_of_roots()}) r USING (rank, root)
     WHERE f.point = 'final' AND len(a) = len(f.sketch) AND list_dot_product(a, a) > 0
         AND f.nan_count + f.inf_count = 0)
@@ -58,19 +57,26 @@ HAVING max(rest) < 1e-3 AND max(factor) - min(factor) <= 1e-3 * max(abs(factor))
 """
 
 
+@law(
+    "microbatches_add_up",
+    "error",
+    unit="sum",
+    doc="What a pipeline stage's microbatches give adds up in `.grad`: none of it is lost before the next one, and "
+    "after the last the gradients of all stages are divided by the same number.",
+    after=["gradients_accumulate"],
+)
 def microbatches_add_up(evidence: Evidence) -> Findings:
     """Report the first loss of what microbatches gave, and the first step whose stages were not scaled alike."""
     [(any_stage,)] = evidence.rows(
         "SELECT count(*) FROM stage_events WHERE stage_index IS NOT NULL"
     )
     if not any_stage:
-        return without_stages(evidence, Law.MICROBATCHES_ADD_UP)
+        return without_stages(evidence)
     evidence.connection.execute(_HELD)
     [(compared,)] = evidence.rows("SELECT count(*) FROM stage_gradients WHERE old_norm IS NOT NULL")
     scaled = evidence.rows(_SCALED)
     violations = [*_lost(evidence), *_unlike(evidence, scaled)]
     return outcome(
-        Law.MICROBATCHES_ADD_UP,
         violations,
         compared + len(scaled),
         "no gradient of a stage was recorded after several microbatches",
@@ -83,8 +89,7 @@ def _lost(evidence: Evidence) -> Iterator[Violation]:
         if (rank, stage) in told:
             continue
         told.add((rank, stage))
-        yield violation(
-            Law.MICROBATCHES_ADD_UP,
+        yield microbatches_add_up.violation(
             step,
             f"Step {step}, microbatch {before}: what it and those before it gave is lost in stage {stage} (rank "
             f"{rank}): `.grad` of {listed(fqns, 2)} was set to zero before microbatch {microbatch}, after which it "
@@ -112,8 +117,7 @@ def _unlike(evidence: Evidence, scaled: list[tuple[Any, ...]]) -> Iterator[Viola
             count = _microbatch_count(evidence, step, stage)
             if not _is_forgotten(factor, usual, count):
                 continue
-            yield violation(
-                Law.MICROBATCHES_ADD_UP,
+            yield microbatches_add_up.violation(
                 step,
                 f"Step {step}: after its {count} microbatches the gradients of stage "
                 f"{stage} (rank {rank}) were {_scaled(factor)}, those of the other stages {_scaled(usual)}: "

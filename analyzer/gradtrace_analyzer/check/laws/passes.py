@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradtrace_analyzer.check.evidence import Evidence
-from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
+from gradtrace_analyzer.check.law import Findings, Violation, law, not_judged, outcome
 from gradtrace_analyzer.failures.failed_passes import FailedPass, failed_passes, with_reach
 from gradtrace_analyzer.words.nouns import listed
 from gradtrace_analyzer.words.numbers import counted, ranks_phrase, verb
@@ -16,6 +16,14 @@ _NO_PASS = "no backward pass of a DDP model was recorded"
 _TOP = "kind = 'backward' AND parent_backward_index IS NULL"
 
 
+@law(
+    "passes_complete",
+    "error",
+    unit="backward pass",
+    doc="No backward pass ends with an exception. One after which the rank completes others (it was caught) is a "
+    "warning; one that ended while it waited for a reduction breaks the laws below.",
+    after=["replays_equal"],
+)
 def passes_complete(evidence: Evidence) -> Findings:
     """Report the first passes that ended with an exception, unless they waited for a bucket."""
     [(compared,)] = evidence.rows(
@@ -48,7 +56,7 @@ def passes_complete(evidence: Evidence) -> Findings:
     violations = [
         _failed_alike(evidence, passes, was_caught=key[0]) for key, passes in alike.items()
     ]
-    return outcome(Law.PASSES_COMPLETE, violations, compared, "no backward pass was recorded")
+    return outcome(violations, compared, "no backward pass was recorded")
 
 
 def _failed_alike(evidence: Evidence, passes: list[FailedPass], *, was_caught: bool) -> Violation:
@@ -57,8 +65,7 @@ def _failed_alike(evidence: Evidence, passes: list[FailedPass], *, was_caught: b
     ranks = tuple(sorted({f.rank for f in passes if f.step == first.step}))
     after = " The exception was caught: later passes were completed." if was_caught else ""
     more = f" So in {_passes(len(passes))}." if len(passes) > len(ranks) else ""
-    return violation(
-        Law.PASSES_COMPLETE,
+    return passes_complete.violation(
         first.step,
         f"Step {first.step}, {ranks_phrase(ranks)}: backward pass {first.backward_index} failed "
         f"{first.told}{after}{more}",
@@ -76,6 +83,14 @@ def _failed_alike(evidence: Evidence, passes: list[FailedPass], *, was_caught: b
     )
 
 
+@law(
+    "wrapper_called",
+    "warning",
+    unit="backward pass",
+    doc="A model that DDP wraps is called through its wrapper: called past it, its gradients are not reduced.",
+    after=["microbatches_add_up"],
+    as_cause="gradients were not reduced",
+)
 def wrapper_called(evidence: Evidence) -> Findings:
     """Report the first pass of a model that was called past its DDP wrapper."""
     [(compared,)] = evidence.rows(
@@ -87,8 +102,7 @@ def wrapper_called(evidence: Evidence) -> Findings:
         f"WHERE {_TOP} AND ddp_sync = 'bypassed' GROUP BY 1, 2 ORDER BY 1, 2 LIMIT 1"
     )
     violations = [
-        violation(
-            Law.WRAPPER_CALLED,
+        wrapper_called.violation(
             step,
             f"Step {step}, {ranks_phrase(ranks)}: backward pass {backward} reduced no gradients, because the model "
             f"was called past its DDP wrapper (`ddp.module(...)`). So in {_passes(count)}.",
@@ -100,7 +114,7 @@ def wrapper_called(evidence: Evidence) -> Findings:
         )
         for step, backward, microbatch, ranks, count in found
     ]
-    return outcome(Law.WRAPPER_CALLED, violations, compared, _NO_PASS)
+    return outcome(violations, compared, _NO_PASS)
 
 
 _LAST_PASSES = f"""
@@ -114,6 +128,14 @@ SELECT p.* FROM passes p JOIN stepped s ON s.rank = p.rank AND s.step = p.step
 """
 
 
+@law(
+    "last_pass_reduces",
+    "warning",
+    unit="optimizer step",
+    doc="The last backward pass before the optimizer's step reduces the gradients: it is not under no_sync.",
+    after=["wrapper_called"],
+    as_cause="gradients were not reduced",
+)
 def last_pass_reduces(evidence: Evidence) -> Findings:
     """Report the first step whose optimizer ran on gradients that its last pass had not reduced."""
     [(compared,)] = evidence.rows(f"SELECT count(*) FROM ({_LAST_PASSES})")
@@ -133,8 +155,7 @@ def last_pass_reduces(evidence: Evidence) -> Findings:
         if not any_sync and passes == 1:
             why = "and there was no other: the gradients were never reduced"
         violations.append(
-            violation(
-                Law.LAST_PASS_REDUCES,
+            last_pass_reduces.violation(
                 step,
                 f"Step {step}, {ranks_phrase(ranks)}: the last backward pass before the optimizer was under no_sync, "
                 f"{why}. So in {counted(steps, 'step')}.",
@@ -145,7 +166,7 @@ def last_pass_reduces(evidence: Evidence) -> Findings:
                 count=steps,
             )
         )
-    return outcome(Law.LAST_PASS_REDUCES, violations, compared, _NO_PASS)
+    return outcome(violations, compared, _NO_PASS)
 
 
 # What ranks count in each step, and what one of it is.
@@ -164,11 +185,19 @@ GROUP BY 1, 2 HAVING count(DISTINCT s.rank) > 1
 """
 
 
+@law(
+    "passes_match",
+    "warning",
+    unit="step",
+    doc="The ranks of a data-parallel group make as many steps, as many backward passes in each, and as many forwards "
+    "that no backward pass follows.",
+    after=["last_pass_reduces"],
+)
 def passes_match(evidence: Evidence) -> Findings:
     """Report the first step in which ranks made different numbers of passes, or left different numbers of forwards
     without one, and ranks that stopped early."""
     if not any(len(r.recorded) > 1 for r in evidence.replicas):
-        return Findings((), {}, {Law.PASSES_MATCH: evidence.lacking})
+        return not_judged(evidence.lacking)
     counts = _COUNTS.format(column="backward_count")
     [(compared,)] = evidence.rows(f"SELECT count(*) FROM ({counts})")
     violations = list(_uneven(evidence, "backward_count"))
@@ -178,7 +207,7 @@ def passes_match(evidence: Evidence) -> Findings:
         v for v in _uneven(evidence, "abandoned_forwards") if (v.group, v.step) not in told
     ]
     violations += _stopped_early(evidence)
-    return outcome(Law.PASSES_MATCH, violations, compared, "no step was recorded on two ranks")
+    return outcome(violations, compared, "no step was recorded on two ranks")
 
 
 def _uneven(evidence: Evidence, column: str) -> Iterator[Violation]:
@@ -208,8 +237,7 @@ def _uneven(evidence: Evidence, column: str) -> Iterator[Violation]:
                 f" A batch was left out on {ranks_phrase(odd)}: unless no reduction lies between, "
                 f"{verb(odd, 'it reduces', 'they reduce')} another batch with the others' from here on."
             )
-        yield violation(
-            Law.PASSES_MATCH,
+        yield passes_match.violation(
             step,
             f"Step {step}: {told}.{why} So in {counted(steps, 'step')}.",
             rank=odd[0] if len(odd) == 1 else None,
@@ -232,8 +260,7 @@ def _stopped_early(evidence: Evidence) -> Iterator[Violation]:
         for rank, last in mine:
             excused = rank in evidence.losing_ranks or rank not in evidence.closed_ranks
             if last < latest and not excused:
-                yield violation(
-                    Law.PASSES_MATCH,
+                yield passes_match.violation(
                     last + 1,
                     f"Step {last + 1}: rank {rank} ended after step {last}, other ranks of its group went on to step "
                     f"{latest}.",
@@ -249,7 +276,7 @@ def _group(evidence: Evidence, team: int) -> str:
 
 
 def _passes(count: int) -> str:
-    return "1 backward pass" if count == 1 else f"{count:,} backward passes"
+    return counted(count, "backward pass")
 
 
 # A pass has a row when all its buckets have theirs.
@@ -287,6 +314,14 @@ GROUP BY ALL
 """
 
 
+@law(
+    "buckets_launched",
+    "warning",
+    unit="backward pass",
+    doc="A backward pass that reduces launches every bucket, and each launched bucket is done.",
+    after=["passes_match"],
+    as_cause="not every bucket was launched",
+)
 def buckets_launched(evidence: Evidence) -> Findings:
     """Report the first pass that left parameters out of every bucket, and buckets that never were done."""
     observed = [
@@ -295,7 +330,7 @@ def buckets_launched(evidence: Evidence) -> Findings:
         if r.module_fqn is not None and not r.unobserved and not r.is_sharded
     ]
     if not observed:
-        return Findings((), {}, {Law.BUCKETS_LAUNCHED: evidence.lacking})
+        return not_judged(evidence.lacking)
     evidence.connection.execute(
         f"CREATE TEMP TABLE unlaunched AS {_UNLAUNCHED}",
         {
@@ -312,7 +347,7 @@ def buckets_launched(evidence: Evidence) -> Findings:
     )
     violations = [_left_out(evidence, *row) for row in found]
     violations += _never_done(evidence)
-    return outcome(Law.BUCKETS_LAUNCHED, violations, compared, _NO_PASS)
+    return outcome(violations, compared, _NO_PASS)
 
 
 def _left_out(
@@ -344,8 +379,7 @@ def _left_out(
         )
     elif causes and with_gradient:
         why = f": {listed(causes, 3)} got no gradient"
-    return violation(
-        Law.BUCKETS_LAUNCHED,
+    return buckets_launched.violation(
         step,
         f"Step {step}, {ranks_phrase(ranks)}: backward pass {backward} launched no bucket of "
         f"{counted(len(unlaunched), 'parameter')}{why or f' ({listed(unlaunched, 3)})'}. So in {_passes(count)}.",
@@ -375,8 +409,7 @@ def _never_done(evidence: Evidence) -> Iterator[Violation]:
     )
     for number, step, backward, bucket, microbatch, ranks, error, hook, count in found:
         replica = evidence.replica(number)
-        yield violation(
-            Law.BUCKETS_LAUNCHED,
+        yield buckets_launched.violation(
             step,
             f"Step {step}, {ranks_phrase(ranks)}: bucket {bucket} was launched and never done, until the backward "
             f"pass ended with {error.splitlines()[0] if error else 'an error'}.",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gradtrace_analyzer.check.evidence import Evidence, Replica
-from gradtrace_analyzer.check.law import Compression, Findings, Law, Violation, violation
-from gradtrace_analyzer.check.laws.explanations import Place, odd_rank, said
-from gradtrace_analyzer.check.laws.mean import Explanation, Lanes, explained, means, scales
+from gradtrace_analyzer.check.law import Compression, Findings, Violation, law, not_judged, outcome
+from gradtrace_analyzer.check.laws.deviations import BucketPlace, cause_phrase, odd_rank
+from gradtrace_analyzer.check.laws.mean import DeviationCause, Lanes, deviation_cause, means, scales
 from gradtrace_analyzer.numerics.hook_promises import (
     Promise,
     allowed_error,
@@ -48,11 +48,11 @@ ORDER BY pair, rank
 
 
 @dataclass(frozen=True)
-class Reductions:
-    """The findings, and which ranks came out of a reduction with something else than its mean."""
+class _JudgedReductions:
+    """The law's findings, and what came out of it that another law asks for."""
 
     findings: Findings
-    deviating: Mapping[int, frozenset[int]]
+    deviating: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,41 @@ class _Rows:
 class _Deviation:
     row: int
     rank: int
-    explanation: Explanation
+    cause: DeviationCause
 
 
-def reduction_is_mean(evidence: Evidence) -> Reductions:
+@law(
+    "reduction_is_mean",
+    "error",
+    unit="bucket",
+    doc="A reduced bucket is the mean of the ranks' buckets, within 4 eps sqrt(ranks) of the larger of the mean of "
+    "their norms and its own, with eps of the bucket's dtype, at least 2^-23, and half the dtype's smallest "
+    "number per rank and element. Torch's compressing hooks are held to what they promise: eps sqrt(ranks) of the "
+    "dtype on the wire, two levels of a quantized range; PowerSGD, post-local SGD and hooks named by "
+    "`--compressing` to nothing, and what they lose is told. It is read from sketches: their standard error of "
+    "0.18 scales the size of a real deviation, and makes none where there is none. Buckets of sparse gradients "
+    "are not judged.",
+    after=["collectives_match"],
+    explained_by=["collectives_match"],
+    as_cause="the reduction is not the mean",
+    names_culprit=True,
+)
+def reduction_is_mean(evidence: Evidence) -> Findings:
     """Judge each hook by what it promises."""
+    return evidence.once(_judged_reductions).findings
+
+
+def deviating_ranks(evidence: Evidence) -> Mapping[int, frozenset[int]]:
+    """The ranks that came out of a reduction with something else than its mean, by the reduction's `pair`."""
+    return evidence.once(_judged_reductions).deviating
+
+
+def _judged_reductions(evidence: Evidence) -> _JudgedReductions:
     if not evidence.modules:
-        return Reductions(Findings((), {}, {Law.REDUCTION_IS_MEAN: evidence.lacking}), {})
+        return _JudgedReductions(not_judged(evidence.lacking))
     rows = _rows(evidence)
     if rows is None:
-        return Reductions(Findings((), {}, {Law.REDUCTION_IS_MEAN: _NO_BUCKETS}), {})
+        return _JudgedReductions(not_judged(_NO_BUCKETS))
     sizes = np.linalg.norm(rows.after - rows.mean, axis=1)
     errors = np.divide(sizes, rows.scale, out=np.zeros_like(sizes), where=rows.scale > 0)
     places = _by_hook(rows)
@@ -109,14 +134,16 @@ def reduction_is_mean(evidence: Evidence) -> Reductions:
         deviations = [_explained(rows, int(row), slack[int(row)]) for row in broken]
         relative = {int(row): float(a) for row, a in zip(mine, allowed, strict=True)}
         violations += _violations(evidence, rows, deviations, relative, replica, hook, pair_count)
-    findings = Findings(
+    findings = outcome(
         tuple(violations),
-        {Law.REDUCTION_IS_MEAN: judged} if judged else {},
-        {} if judged else {Law.REDUCTION_IS_MEAN: "the hooks in use promise no mean"},
-        tuple(compression),
-        _notes(evidence),
+        judged,
+        "the hooks in use promise no mean",
+        compression=tuple(compression),
+        notes=_notes(evidence),
     )
-    return Reductions(findings, {pair: frozenset(ranks) for pair, ranks in deviating.items()})
+    return _JudgedReductions(
+        findings, {pair: frozenset(ranks) for pair, ranks in deviating.items()}
+    )
 
 
 def _notes(evidence: Evidence) -> tuple[str, ...]:
@@ -228,7 +255,7 @@ def _explained(rows: _Rows, row: int, slack: float) -> _Deviation:
             rows.columns["came_out"][together].astype(bool)
         ].any()
     )
-    found = explained(
+    found = deviation_cause(
         rows.before[together],
         rows.after[row],
         float(rows.value("divisor", row)),
@@ -247,7 +274,7 @@ def _parameters(evidence: Evidence, pair: int) -> list[str]:
 
 def _stale_since(evidence: Evidence, rows: _Rows, deviation: _Deviation) -> int | None:
     """The latest earlier step in which the very same came out of the same bucket."""
-    if deviation.explanation.kind != "unexplained":
+    if deviation.cause.kind != "unexplained":
         return None
     [(step,)] = evidence.rows(
         "SELECT max(o.step) FROM reductions r JOIN reductions o ON o.replica = r.replica AND o.rank = r.rank "
@@ -267,15 +294,15 @@ def _violations(
     hook: str | None,
     pair_count: int,
 ) -> Iterator[Violation]:
-    """One per explanation, at its first bucket."""
+    """One per cause, at its first bucket."""
     same: dict[tuple[Any, ...], list[_Deviation]] = {}
     for deviation in sorted(deviations, key=lambda d: (rows.value("step", d.row), d.row)):
-        e = deviation.explanation
-        factor = None if e.factor is None else round(e.factor, 2)
-        same.setdefault((e.kind, factor, e.contributor, e.subset), []).append(deviation)
+        cause = deviation.cause
+        factor = None if cause.factor is None else round(cause.factor, 2)
+        same.setdefault((cause.kind, factor, cause.contributor, cause.subset), []).append(deviation)
     for alike in same.values():
         first = alike[0]
-        e = first.explanation
+        cause = first.cause
         ranks = tuple(sorted({d.rank for d in alike}))
         pairs = {rows.value("pair", d.row) for d in alike}
         judged_ranks = sum(
@@ -283,12 +310,12 @@ def _violations(
         )
         where = "" if len(ranks) == judged_ranks else f" on {ranks_phrase(ranks)}"
         step, bucket = rows.value("step", first.row), rows.value("bucket_index", first.row)
-        place = Place(replica.ranks, hook, ranks, _stale_since(evidence, rows, first))
+        place = BucketPlace(replica.ranks, hook, ranks, _stale_since(evidence, rows, first))
         names = _parameters(evidence, rows.value("pair", first.row))
-        largest = max(d.explanation.relative_error for d in alike)
+        largest = max(d.cause.relative_error for d in alike)
         is_everywhere = len(ranks) == judged_ranks and place.stale_since is None
         is_cast = (
-            e.kind == "unexplained"
+            cause.kind == "unexplained"
             and is_everywhere
             and may_compress(hook, largest, len(replica.ranks))
         )
@@ -297,13 +324,12 @@ def _violations(
             if is_cast
             else ""
         )
-        yield violation(
-            Law.REDUCTION_IS_MEAN,
+        yield reduction_is_mean.violation(
             step,
             f"{bucket_phrase(step, bucket, names)}: after {hook_phrase(hook)} it is{where} "
-            f"{said(e, place)}. So in {len(pairs):,} of {counted(pair_count, 'bucket')}.{perhaps}",
-            severity="warning" if is_cast else Law.REDUCTION_IS_MEAN.severity,
-            rank=odd_rank(e, place),
+            f"{cause_phrase(cause, place)}. So in {len(pairs):,} of {counted(pair_count, 'bucket')}.{perhaps}",
+            severity="warning" if is_cast else reduction_is_mean.severity,
+            rank=odd_rank(cause, place),
             ranks=ranks,
             group=replica.group,
             microbatch=rows.value("microbatch", first.row),
@@ -312,8 +338,8 @@ def _violations(
             root=replica.root,
             module_fqn=replica.module_fqn,
             hook_name=hook,
-            factor=e.factor if e.kind == "factor" else None,
-            relative_error=e.relative_error,
+            factor=cause.factor if cause.kind == "factor" else None,
+            relative_error=cause.relative_error,
             tolerance=allowed[first.row],
             count=len(pairs),
             order=float(rows.value("pair", first.row)),

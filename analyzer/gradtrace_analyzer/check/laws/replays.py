@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradtrace_analyzer.check.evidence import Evidence, Rows
-from gradtrace_analyzer.check.law import Findings, Law, Violation, outcome, violation
+from gradtrace_analyzer.check.law import Findings, Violation, law, outcome
 from gradtrace_analyzer.words.nouns import listed, module_phrase
 from gradtrace_analyzer.words.numbers import counted, ranks_phrase
 
@@ -26,6 +26,14 @@ ORDER BY earliest, node_name, module_fqn
 """
 
 
+@law(
+    "replays_equal",
+    "error",
+    unit=("Node run again", "Nodes run again"),
+    doc="A Node that is run again with the same gradients (GRADTRACE_REPLAY) gives the same bits. Where it does not, "
+    "its kernel is nondeterministic or its device faulty; a rank that differs alone points to the device.",
+    after=["forward_is_fresh"],
+)
 def replays_equal(evidence: Evidence) -> Findings:
     """Report each Node that gave other bits when it was run again with the same gradients."""
     [(node_count, compared)] = evidence.rows(
@@ -37,7 +45,7 @@ def replays_equal(evidence: Evidence) -> Findings:
     violations = [_disagreeing(row, order) for order, row in enumerate(found[:_MOST_TOLD])]
     notes = [_rest(found[_MOST_TOLD:])] if len(found) > _MOST_TOLD else []
     lacking = "no Node was run again (GRADTRACE_REPLAY)"
-    return outcome(Law.REPLAYS_EQUAL, violations, compared, lacking, notes=notes)
+    return outcome(violations, compared, lacking, notes=notes)
 
 
 def _disagreeing(row: tuple[Any, ...], order: int) -> Violation:
@@ -52,8 +60,7 @@ def _disagreeing(row: tuple[Any, ...], order: int) -> Violation:
             f"a faulty device of {ranks_phrase(ranks)}, or a nondeterministic kernel or Function (on "
             f"{ranks_phrase(others)} it gave the same each time)"
         )
-    return violation(
-        Law.REPLAYS_EQUAL,
+    return replays_equal.violation(
         first["step"],
         f"Step {first['step']}, {ranks_phrase([first['rank']])}: {name} of {module_phrase(module)} gave other bits "
         f"when it was run again with the same gradients (in {apart_count:,} of {counted(run_count, 'run')} on "

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 
 import duckdb
 
-from gradtrace_analyzer.diff.links import SIDES
 from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.words.nouns import SIDES
 
 # Share of the steps in which a Node must be there alone to count as other code and not as something that happened.
 _MOSTLY = 0.5

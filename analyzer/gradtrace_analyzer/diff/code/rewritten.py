@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.diff.links import SIDES
 from gradtrace_analyzer.diff.pairing.pairs import opened_places, within
+from gradtrace_analyzer.numerics.sketches import relative_error_sql
+from gradtrace_analyzer.words.nouns import SIDES
+from gradtrace_analyzer.words.numbers import counted
 
 # Nodes that exist to convert between dtypes, which is what mixed precision is.
 _CASTS = "('ToCopyBackward0')"
@@ -88,12 +90,9 @@ def unscale(connection: duckdb.DuckDBPyConnection) -> list[Scaled]:
                 f"[(x / f.factor)::FLOAT FOR x IN d.{c}sketch] FROM scaling f "
                 f"WHERE f.rank = d.rank AND f.step = d.step{points}"
             )
-            a, b = f"d.{role}_b_", f"d.{c}"
-            larger = f"greatest({a}norm, {b}norm)"
             connection.execute(
-                f"UPDATE differing_{table} d SET {role}_error = CASE WHEN {larger} = 0 THEN 0 "
-                f"WHEN len({a}sketch) = len({b}sketch) THEN list_distance({a}sketch::DOUBLE[], {b}sketch::DOUBLE[]) "
-                f"/ {larger} ELSE abs({a}norm - {b}norm) / {larger} END FROM scaling f WHERE f.rank = d.rank "
+                f"UPDATE differing_{table} d SET {role}_error = {relative_error_sql(f'd.{role}_b_', f'd.{c}')} "
+                "FROM scaling f WHERE f.rank = d.rank "
                 f"AND f.step = d.step AND d.{role}_error IS NOT NULL{points}"
             )
         errors = ", ".join(f"CASE WHEN {role}_differs THEN {role}_error END" for role in roles)
@@ -178,7 +177,7 @@ def _in_compiled() -> str:
         f"(d.only_in = '{side}' AND EXISTS (SELECT 1 FROM {other}.node_events n WHERE n.rank = d.rank "
         "AND n.step = d.step AND n.node_name LIKE 'CompiledFunction%' AND (coalesce(n.module_fqn, '') = '' "
         "OR d.key_module_fqn = n.module_fqn OR starts_with(d.key_module_fqn, n.module_fqn || '.'))))"
-        for side, other in (("baseline", "candidate"), ("candidate", "baseline"))
+        for side, other in (SIDES, SIDES[::-1])
     )
 
 
@@ -186,13 +185,13 @@ def aside_sentence(found: Sequence[Aside]) -> str:
     """What was set aside, in words."""
     said = []
     for kind, one in (("node", "Node"), ("call", "module call")):
-        for side in ("baseline", "candidate"):
+        for side in SIDES:
             mine = [a for a in found if (a.kind, a.only_in) == (kind, side)]
             if mine:
                 named = ", ".join(a.name or "the root" for a in mine[:3])
                 more = ", ..." if len(mine) > 3 else ""
                 count = sum(a.count for a in mine)
-                said.append(f"{count:,} {one}{'s' * (count != 1)} in the {side} ({named}{more})")
+                said.append(f"{counted(count, one)} in the {side} ({named}{more})")
     parts = [f"On one side alone, without effect on what the optimizer saw: {'; '.join(said)}."]
     return (parts[0] if said else "") + (
         f"{' ' * bool(said)}The optimizer computes its update with another kernel (fused, foreach)."

@@ -14,11 +14,9 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.diff.code.changed_code import mark_code, take_out
-from gradtrace_analyzer.diff.links import SIDES
 from gradtrace_analyzer.diff.scope.selection import Chosen
 from gradtrace_analyzer.failures.failed_passes import Failure
-
-OTHER = {"baseline": "candidate", "candidate": "baseline"}
+from gradtrace_analyzer.words.nouns import SIDES, other_side
 
 
 @dataclass(frozen=True)
@@ -136,11 +134,11 @@ def structure_of(
     parts.make_callers()
     found: list[Lone] = []
     for side in SIDES:
-        found += _modules_and_parameters(side, parts, compiled[OTHER[side]])
+        found += _modules_and_parameters(side, parts, compiled[other_side(side)])
     lone = {
         side: {
             kind: {n for k, n in names[side] if k == kind}
-            - {n for k, n in names[OTHER[side]] if k == kind}
+            - {n for k, n in names[other_side(side)] if k == kind}
             for kind in ("module", "parameter")
         }
         for side in SIDES
@@ -253,7 +251,7 @@ def _around(fqn: str | None) -> set[str | None]:
 
 def _modules_and_parameters(side: str, parts: Parts, compiled: Sequence[str]) -> list[Lone]:
     """Modules and parameters that a side alone has, what is below a lone name with it."""
-    own, others = parts.names[side], parts.names[OTHER[side]]
+    own, others = parts.names[side], parts.names[other_side(side)]
     there: set[str] = set()
     for _, name in others:
         steps = name.split(".")
@@ -309,7 +307,7 @@ def _nodes_and_calls(
             first_step=first,
             last_step=last,
             is_code=True,
-            is_compiled=_is_within(fqn, (*compiled[side], *compiled[OTHER[side]])),
+            is_compiled=_is_within(fqn, (*compiled[side], *compiled[other_side(side)])),
         )
         for table, side, fqn, name, phase, count, ranks, first, last in rows
     ]

@@ -11,9 +11,9 @@ from __future__ import annotations
 import duckdb
 
 from gradtrace_analyzer.diff.divided.halves import whole_nodes
-from gradtrace_analyzer.diff.links import SIDES
 from gradtrace_analyzer.diff.scope.stages import Stages
 from gradtrace_analyzer.sql.pipelines import FORWARD, FULL, INPUT, WEIGHT, stages_of_roots
+from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.steps import DIGEST_LINKS
 

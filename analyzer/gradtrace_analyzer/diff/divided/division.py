@@ -9,6 +9,8 @@ import duckdb
 
 from gradtrace_analyzer.diff.code.structure import Lone
 from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.words.nouns import SIDES, other_side
+from gradtrace_analyzer.words.numbers import noun
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,9 @@ class Division:
     input_count: int = 0
 
     def words(self) -> str:
-        ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
-        return f"{ranks} with {self.passes} backward pass{'es' * (self.passes != 1)} a step"
+        """`2 ranks with 1 backward pass a step`."""
+        ranks = f"{self.ranks} {noun(self.ranks, 'rank')}"
+        return f"{ranks} with {self.passes} {noun(self.passes, 'backward pass')} a step"
 
 
 def divisions(
@@ -67,7 +70,6 @@ def held_nowhere_else(
     further ranks hold: a pipeline's stages are the same model."""
     if set(runs["baseline"].ranks) == set(runs["candidate"].ranks):
         return list(lone)
-    other = {"baseline": "candidate", "candidate": "baseline"}
     held = {
         side: [
             name
@@ -76,7 +78,7 @@ def held_nowhere_else(
                 f"SELECT DISTINCT module_fqn FROM {side}.module_calls"
             ).fetchall()
         ]
-        for side in other
+        for side in SIDES
     }
     return [
         entry
@@ -84,7 +86,7 @@ def held_nowhere_else(
         if not entry.is_of_the_model
         or not any(
             name == entry.name or name.startswith(f"{entry.name}.")
-            for name in held[other[entry.only_in]]
+            for name in held[other_side(entry.only_in)]
         )
     ]
 
@@ -92,5 +94,5 @@ def held_nowhere_else(
 def _has_stages(connection: duckdb.DuckDBPyConnection) -> bool:
     return any(
         connection.execute(f"SELECT 1 FROM {side}.stage_events LIMIT 1").fetchone()
-        for side in ("baseline", "candidate")
+        for side in SIDES
     )

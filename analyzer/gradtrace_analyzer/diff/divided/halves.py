@@ -19,10 +19,6 @@ def whole_nodes(side: str, block: Callable[[str], str]) -> str:
     `block` is where the rows of a microbatch begin. It reads the tables `<side>_holders` and `<side>_begins`.
     """
     lanes = ", ".join(f"sum(sketch[{lane + 1}])::FLOAT" for lane in range(NODE_SKETCH_LANES))
-    folded = ", ".join(
-        " + ".join(f"t.sketch[{k}]" for k in range(lane + 1, SKETCH_LANES + 1, NODE_SKETCH_LANES))
-        for lane in range(NODE_SKETCH_LANES)
-    )
     summary = ("numel", "dtype", "norm", "abs_max", "sum", "nan_count", "inf_count", "fingerprint")
     own = ", ".join(f"n.grad_input_{name} AS {name}" for name in summary)
     parts = ", ".join(f"t.{name}" for name in summary if name != "fingerprint")
@@ -73,7 +69,7 @@ gone AS (
     UNION ALL SELECT rank, step, first, {", ".join(summary)}, [{turned}] FROM (
         SELECT g.rank, g.step, g.first, {parts}, {_weighted("t")} AS fingerprint, t.position,
             CASE WHEN len(t.sketch) = {NODE_SKETCH_LANES} THEN t.sketch WHEN len(t.sketch) = {SKETCH_LANES}
-            THEN [{folded}] END AS folded FROM ran n JOIN grouped g ON {same}
+            THEN on_node_lanes(t.sketch) END AS folded FROM ran n JOIN grouped g ON {same}
         JOIN {side}.node_tensors t ON t.rank = n.rank AND t.step = n.step AND t.backward_index = n.backward_index
             AND t.event_index = n.event_index AND t.direction = 'grad_input' WHERE n.grad_input_count > 1)),
 different AS (SELECT DISTINCT ON (rank, step, first, numel, fingerprint, norm) * FROM gone),

@@ -21,12 +21,20 @@ import duckdb
 from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.diff.divided.division import Division
 from gradtrace_analyzer.diff.divided.whole_values import SUMMED, change_of_sums, held_against, whole
-from gradtrace_analyzer.numerics.tolerance import Rule, roundoff
-
-# By how much a growing difference of the parameters may show in a link.
-_GROWTH = 4.0
-# A norm and a sum are worth less than a sketch: an estimate counts from this many tolerances on.
-_DECISIVE = 3.0
+from gradtrace_analyzer.numerics.tolerance import (
+    DECISIVE_OF_SUMS,
+    GROWTH,
+    SEEN,
+    TURNED,
+    TURNED_TIMES,
+    UNJUDGED,
+    UPDATE_ROUNDINGS,
+    UPDATED,
+    Rule,
+    roundoff,
+)
+from gradtrace_analyzer.words.nouns import SIDES
+from gradtrace_analyzer.words.numbers import counts_phrase
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class Repartitioned:
     def words(self) -> str:
         """What was compared, and how the work is divided."""
         a, b = self.divisions
-        counts = ", ".join(f"{count:,} {what}" for what, count in self.compared.items() if count)
+        counts = counts_phrase({what: count for what, count in self.compared.items() if count})
         scaled = f" Loss and gradients inside a step are {self.factor:g} times the baseline's." * (
             self.factor != 1
         )
@@ -107,14 +115,14 @@ class Sums:
             (c.error or 0.0 for _, c, is_flat in before if not is_flat), default=0.0
         ) + 0.1 * max((c.error or 0.0 for _, c, is_flat in before if is_flat), default=0.0)
         forward = self._scale * (
-            self._rule.forward() + _GROWTH * ((1 + growth) ** self._rule.layers - 1)
+            self._rule.forward() + GROWTH * ((1 + growth) ** self._rule.layers - 1)
         )
         calls = list(self._calls(step, forward))
         errors = sorted(d.writes.error for d in calls if d.writes is not None and d.writes.error)
         grown = errors[len(errors) // 2] if errors else 0.0
-        backward = self._scale * (self._rule.backward() + _GROWTH * grown)
+        backward = self._scale * (self._rule.backward() + GROWTH * grown)
         if grown:
-            backward = min(backward, self._scale * (self._rule.layer() + 8 * grown))
+            backward = min(backward, self._scale * (self._rule.layer() + SEEN * grown))
         found = calls + list(self._loss(step, factor, forward))
         # A mean over a part's rows: each row's gradient is as many times larger as there are parts.
         rows_factor = factor * self._times_as_many
@@ -138,7 +146,7 @@ class Sums:
         """What a part's loss and gradients are multiplied by, where that is a number of parts; else 1."""
         means: list[float | None] = []
         counts: list[int] = []
-        for side in ("baseline", "candidate"):
+        for side in SIDES:
             row = self._connection.execute(
                 f"SELECT avg(loss), count(loss) FROM {side}.backward_passes WHERE step = ? AND kind = 'backward' "
                 "AND parent_backward_index IS NULL",
@@ -157,7 +165,7 @@ class Sums:
 
     def _loss(self, step: int, factor: float, allowed: float) -> list[Difference]:
         means = []
-        for side in ("baseline", "candidate"):
+        for side in SIDES:
             row = self._connection.execute(
                 f"SELECT avg(loss), min(record_index), min(backward_index) FROM {side}.backward_passes "
                 "WHERE step = ? AND kind = 'backward' AND loss IS NOT NULL AND parent_backward_index IS NULL",
@@ -217,7 +225,7 @@ class Sums:
         sides = [
             f"SELECT {names}, min(record_index) AS record, max(microbatch) AS microbatch, {sums} FROM {side}.{table} "
             f"WHERE step = {step} AND {where} GROUP BY {names}"
-            for side in ("baseline", "candidate")
+            for side in SIDES
         ]
         on = " AND ".join(f"b.{k} IS NOT DISTINCT FROM c.{k}" for k in key)
         columns = ", ".join(f"{s}.{p}{x}" for p in prefixes for x in SUMMED for s in "bc")
@@ -276,7 +284,7 @@ class Sums:
         sides = [
             "SELECT parameter_fqn, numel, norm, abs_max, sum, nan_count, inf_count, sketch, dtype, fingerprint, "
             f"coalesce(len(shape), 0) < 2, rank FROM {side}.{table} WHERE step = ? AND point = ?{only} ORDER BY rank"
-            for side in ("baseline", "candidate")
+            for side in SIDES
         ]
         held: list[dict[str, list[tuple[Any, ...]]]] = []
         for query in sides:
@@ -306,8 +314,8 @@ class Sums:
             update = math.dist(a, b)
             norm = change.baseline["norm"]
             added = max(0.0, (change.error or 0.0) - (old.error or 0.0)) * norm
-            share = min(2.5, 1e-3 + 6 * math.sqrt(1.6 * g))
-            allowed = update * share + 8 * roundoff(change.baseline["dtype"]) * norm
+            share = min(UNJUDGED, UPDATED + TURNED_TIMES * math.sqrt(TURNED * g))
+            allowed = update * share + UPDATE_ROUNDINGS * roundoff(change.baseline["dtype"]) * norm
             found.append(
                 _named_difference(
                     "parameters",
@@ -317,7 +325,7 @@ class Sums:
                     change,
                     self._scale * allowed / norm if norm else 0.0,
                     0.0,
-                    apart=added > self._scale * _DECISIVE * allowed,
+                    apart=added > self._scale * DECISIVE_OF_SUMS * allowed,
                 )
             )
         return found
@@ -365,4 +373,4 @@ def _named_difference(
 def _is_decisive(change: Change) -> bool:
     if not change.differs:
         return False
-    return change.error is None or change.error > _DECISIVE * change.tolerance
+    return change.error is None or change.error > DECISIVE_OF_SUMS * change.tolerance

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradtrace_analyzer.diff.difference import Change
+from gradtrace_analyzer.numerics.sketches import relative_error
 
 # What of a summary adds up over parts (norms by their squares).
 SUMMED = ("numel", "norm", "abs_max", "sum", "nan_count", "inf_count")
@@ -42,19 +43,7 @@ def whole(
 
 def held_against(a: Mapping[str, Any], b: Mapping[str, Any]) -> Change:
     differs = a["fingerprint"] is None or a["fingerprint"] != b["fingerprint"]
-    return Change(differs, _error(a, b) if differs else 0.0, 0.0, a, b)
-
-
-def _error(a: Mapping[str, Any], b: Mapping[str, Any]) -> float | None:
-    if any((a[s] or 0) != (b[s] or 0) for s in ("nan_count", "inf_count")):
-        return None
-    larger = max(a["norm"] or 0.0, b["norm"] or 0.0)
-    if not larger:
-        return 0.0
-    s, t = a.get("sketch"), b.get("sketch")
-    if s and t and len(s) == len(t):
-        return math.dist(s, t) / larger
-    return float(max(abs(a["norm"] - b["norm"]), abs(a["sum"] - b["sum"])) / larger)
+    return Change(differs, relative_error(a, b) if differs else 0.0, 0.0, a, b)
 
 
 def change_of_sums(numbers: Sequence[Any], factor: float, allowed: float) -> Change | None:
@@ -65,6 +54,6 @@ def change_of_sums(numbers: Sequence[Any], factor: float, allowed: float) -> Cha
         return None
     for name in ("norm", "abs_max", "sum"):
         b[name] /= factor
-    error = _error(a, b)
+    error = relative_error(a, b)
     # A sum of numbers that cancel is judged by their norm: no less than rounding of a sum can show.
     return Change(error != 0.0, error, allowed, {**a, "dtype": None}, {**b, "dtype": None})

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import duckdb
 
 from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.numerics.sketches import SAME_FACTOR, is_same_factor
 from gradtrace_analyzer.runs.run import Run
-
-# Factors are known from sketches; counts this close to one explain it.
-_CLOSE = 1e-3
-_SIDES = ("baseline", "candidate")
+from gradtrace_analyzer.words.nouns import SIDES
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,12 @@ def likely_causes(
     """What of the recorded counts equals the factor of an origin, most likely first; empty where it has none."""
     factor = origin.factor
     # Between stages nothing is divided.
-    if factor is None or abs(factor - 1) < 10 * _CLOSE or origin.code or origin.link == "stage":
+    if (
+        factor is None
+        or abs(factor - 1) < 10 * SAME_FACTOR
+        or origin.code
+        or origin.link == "stage"
+    ):
         return []
     counts = list(_counts(connection, runs, origin))
     return explained(abs(factor), counts)
@@ -42,7 +45,7 @@ def explained(factor: float, counts: list[Count]) -> list[str]:
     for c in counts:
         if c.baseline != c.candidate and c.baseline and c.candidate:
             for ratio in (c.baseline / c.candidate, c.candidate / c.baseline):
-                if _is(factor, ratio):
+                if is_same_factor(factor, ratio):
                     found.append(
                         f"{_fraction(factor)}: {c.what} {_verb(c.what)} {c.baseline:,.10g} in the baseline and "
                         f"{c.candidate:,.10g} in the candidate"
@@ -54,7 +57,7 @@ def explained(factor: float, counts: list[Count]) -> list[str]:
                 (c.baseline, "no longer divided by"),
                 (1 / c.baseline, "divided by"),
             ):
-                if _is(factor, times):
+                if is_same_factor(factor, times):
                     found.append(
                         f"{_fraction(factor)}: {c.what} {_verb(c.what)} {c.baseline:,.10g} on both sides; is it "
                         f"{how} that in the candidate, or once {'less' if times > 1 else 'more'} than in the baseline?"
@@ -62,7 +65,7 @@ def explained(factor: float, counts: list[Count]) -> list[str]:
                     break
     if not found:
         power = round(factor).bit_length() - 1
-        if power >= 8 and _is(factor, 2.0**power):
+        if power >= 8 and is_same_factor(factor, 2.0**power):
             found.append(f"{2**power:,} = 2^{power}: a loss scale that was not taken out again?")
     return found
 
@@ -70,13 +73,13 @@ def explained(factor: float, counts: list[Count]) -> list[str]:
 def _counts(
     connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Run], origin: Origin
 ) -> Iterator[Count]:
-    sizes = [runs[side].world_size or 1 for side in _SIDES]
+    sizes = [runs[side].world_size or 1 for side in SIDES]
     yield Count("the world size", *sizes)
     at = {"rank": origin.difference.rank, "step": origin.step}
     here = "WHERE rank = $rank AND step = $step"
 
     def both(query: str) -> list[list[tuple[object, ...]]]:
-        return [connection.execute(query.format(side=side), at).fetchall() for side in _SIDES]
+        return [connection.execute(query.format(side=side), at).fetchall() for side in SIDES]
 
     passes = both(
         f"SELECT count(*) FROM {{side}}.backward_passes {here} AND kind = 'backward' "
@@ -110,10 +113,6 @@ def _product(sizes: list[int]) -> int:
     return total
 
 
-def _is(a: float, b: float) -> bool:
-    return abs(a / b - 1) < _CLOSE
-
-
 def _verb(what: str) -> str:
     return "are" if what.startswith(("the rows", "the elements", "the tokens")) else "is"
 
@@ -122,6 +121,6 @@ def _fraction(factor: float) -> str:
     """`0.5 = 1/2`, `4`, `0.6 = 3/5`."""
     for below in range(1, 65):
         above = round(factor * below)
-        if above and _is(factor, above / below):
+        if above and is_same_factor(factor, above / below):
             return f"{factor:.4g}" if below == 1 else f"{factor:.4g} = {above}/{below}"
     return f"{factor:.4g}"

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.diff.difference import Change
+from gradtrace_analyzer.diff.difference import LARGEST_FACTOR
+from gradtrace_analyzer.numerics.sketches import factor_between
+from gradtrace_analyzer.words.nouns import SIDES
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def repeated(connection: duckdb.DuckDBPyConnection, step: int) -> list[Repeated]
     alone = "SELECT 1 FROM differing_backward_passes WHERE step = ? AND only_in IS NOT NULL LIMIT 1"
     if connection.execute(alone, [step]).fetchone() is None:
         return []
-    for side, other in (("baseline", "candidate"), ("candidate", "baseline")):
+    for side, other in (SIDES, SIDES[::-1]):
         lone = connection.execute(
             f"SELECT DISTINCT rank FROM {side}.backward_passes ANTI JOIN {other}.backward_passes "
             "USING (rank, step, backward_index) SEMI JOIN common USING (rank, step) WHERE step = ?",
@@ -68,7 +70,7 @@ def repeated(connection: duckdb.DuckDBPyConnection, step: int) -> list[Repeated]
         for rank, index, before, name, root, module, call, is_equal, old, new in pairs:
             if is_equal or (side, rank, index) in found:
                 continue
-            times = Change(True, None, 0.0, {"sketch": old}, {"sketch": new}).factor
+            times = factor_between(old, new, most=LARGEST_FACTOR)
             equal = len({p[3:7] for p in pairs if p[:2] == (rank, index) and p[7]})
             if times is not None and equal:
                 place = (before, index, name, root, module, call)

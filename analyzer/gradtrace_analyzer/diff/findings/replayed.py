@@ -8,6 +8,7 @@ import duckdb
 
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.origin import Replayed
+from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_analyzer.words.numbers import spans
 
 _SAME_NODE = ("root", "module_fqn", "call_index", "node_name", "occurrence")
@@ -26,7 +27,7 @@ def replayed(
         "step": difference.step,
         "pass": difference.key.get("backward_index"),
     }
-    for side, index in zip(("baseline", "candidate"), difference.event_indices, strict=True):
+    for side, index in zip(SIDES, difference.event_indices, strict=True):
         row = connection.execute(
             "SELECT bool_and(replay_equal) FILTER (here), max(replay_error) FILTER (here), count(replay_equal), "
             "count(*) FILTER (NOT replay_equal) FROM (SELECT *, rank = $rank AND step = $step AND "

@@ -7,7 +7,8 @@ from itertools import product
 
 import duckdb
 
-from gradtrace_analyzer.words.numbers import ranks_phrase
+from gradtrace_analyzer.words.nouns import SIDES
+from gradtrace_analyzer.words.numbers import noun, ranks_phrase, verb
 
 # How many batches a rank may run ahead or behind and still be recognised.
 _FARTHEST = 3
@@ -28,7 +29,7 @@ def _shifted_inputs(connection: duckdb.DuckDBPyConnection) -> Iterator[str]:
         + " UNION ALL ".join(
             f"SELECT '{side}' AS side, rank, step, list(fingerprint ORDER BY microbatch, root, call_index, name) "
             f"AS bits FROM {side}.inputs WHERE fingerprint IS NOT NULL GROUP BY rank, step"
-            for side in ("baseline", "candidate")
+            for side in SIDES
         )
     )
     apart = connection.execute(
@@ -50,9 +51,9 @@ def _shifted_inputs(connection: duckdb.DuckDBPyConnection) -> Iterator[str]:
     for (side, first, by), ranks in alike.items():
         other = "baseline" if side == "candidate" else "candidate"
         yield (
-            f"{ranks_phrase(ranks).capitalize()} of the {side} {'reads' if len(ranks) == 1 else 'read'} from step "
-            f"{first} on what the {other} reads {by} {'step' if by == 1 else 'steps'} later: "
-            f"{'it' if len(ranks) == 1 else 'they'} left out {'a batch' if by == 1 else f'{by} batches'} there."
+            f"{ranks_phrase(ranks).capitalize()} of the {side} {verb(ranks, 'reads', 'read')} from step "
+            f"{first} on what the {other} reads {by} {noun(by, 'step')} later: "
+            f"{verb(ranks, 'it', 'they')} left out {'a batch' if by == 1 else f'{by} batches'} there."
         )
 
 
@@ -64,7 +65,7 @@ def _shifted_collectives(connection: duckdb.DuckDBPyConnection) -> Iterator[str]
             f"SELECT '{side}' AS side, rank, step, max(collective_seq) - min(min(collective_seq)) "
             "OVER (PARTITION BY rank) AS number FROM "
             f"{side}.buckets WHERE collective_seq IS NOT NULL GROUP BY rank, step"
-            for side in ("baseline", "candidate")
+            for side in SIDES
         )
     )
     rows = connection.execute(

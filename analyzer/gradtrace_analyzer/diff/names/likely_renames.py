@@ -14,6 +14,8 @@ from itertools import groupby
 import duckdb
 
 from gradtrace_analyzer.diff.names.renames import Rename, apply_renames, renamed
+from gradtrace_analyzer.words.nouns import SIDES
+from gradtrace_analyzer.words.numbers import verb
 
 # Below this share of equal names and shapes two modules are not alike enough to be proposed.
 _ALIKE = 0.6
@@ -255,7 +257,7 @@ def settle_names(
 
     Raises BadRename for one of a person that does not fit.
     """
-    own = [names_of(connection, side, ranks) for side in ("baseline", "candidate")]
+    own = [names_of(connection, side, ranks) for side in SIDES]
     baseline, candidate = applied(own[0], given), own[1]
     rounds: list[Sequence[Rename]] = [given]
     proposed: list[Rename] = []
@@ -289,6 +291,6 @@ def _unrelated(baseline: Sequence[Name], candidate: Sequence[Name]) -> str | Non
     return (
         f"the models have nothing to do with each other: of {len(sides[0])} modules and parameters in the baseline "
         f"({examples[0]!r} is one) and {len(sides[1])} in the candidate ({examples[1]!r}), "
-        f"{common or 'none'} {'has' if common == 1 else 'have'} the same name and class or shape; if it is one model "
+        f"{common or 'none'} {verb(common, 'has', 'have')} the same name and class or shape; if it is one model "
         "with other names, say so with --rename OLD=NEW"
     )

@@ -15,7 +15,7 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.links import SIDES
+from gradtrace_analyzer.words.nouns import SIDES
 
 Place = tuple[Any, ...]
 

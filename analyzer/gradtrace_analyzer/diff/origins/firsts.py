@@ -16,6 +16,7 @@ from gradtrace_analyzer.diff.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.origins.rescaled import first_rescaled
 from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.numerics.sketches import is_same_factor
 
 
 def by_rank(differences: Sequence[Difference], *, exceeding: bool) -> dict[int, list[Difference]]:
@@ -219,7 +220,7 @@ def _scaled_alike(own: Sequence[Difference], loss: Difference) -> Change | None:
             return None
         for change in (d.reads, d.writes) if d.table == "node_events" else ():
             factor = change.factor if change is not None and d.only_in is None else None
-            if factor is not None and abs(factor / (after / before) - 1) < 1e-3:
+            if is_same_factor(factor, after / before):
                 return change
     return None
 

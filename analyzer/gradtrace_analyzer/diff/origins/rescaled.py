@@ -6,16 +6,16 @@ Pure, from the differences of one step and rank. A pass that is f times the base
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.diff.origin import Rescaled
-from gradtrace_schemas.table import NODE_SKETCH_LANES
+from gradtrace_analyzer.numerics.sketches import closest_multiple, is_same_factor, on_node_lanes
+from gradtrace_analyzer.words.nouns import SIDES
 
-# Two factors are the same within what their sketches can tell.
-_CLOSE = 1e-3
+# What two sums leave over, beside what was multiplied, may be rounding up to this share of it.
+_LEFT_OVER = 0.01
 
 
 def first_rescaled(own: Sequence[Difference], factor: float) -> Rescaled | None:
@@ -31,13 +31,13 @@ def first_rescaled(own: Sequence[Difference], factor: float) -> Rescaled | None:
     local = [d for d in own if d.key.get("point") == "local"]
     for d in sorted(local, key=lambda d: d.order):
         added = arrived.get(_place(d))
-        if d.only_in is not None or added is None or not _is_close(added.factor, factor):
+        if d.only_in is not None or added is None or not is_same_factor(added.factor, factor):
             break
         if found and d.key["backward_index"] != found[0].backward_index:
             break
         parameter = (d.key["root"], d.key["parameter_fqn"])
         last = before.get(parameter)
-        if d.writes is not None and _is_close(d.writes.factor, factor):
+        if d.writes is not None and is_same_factor(d.writes.factor, factor):
             before[parameter] = d
         elif last is not None:
             side, times = _multiplied(last.writes, added, d.writes)
@@ -49,40 +49,26 @@ def _place(d: Difference) -> tuple[object, ...]:
     return (d.key["backward_index"], d.key["root"], d.key["parameter_fqn"])
 
 
-def _is_close(a: float | None, b: float) -> bool:
-    return a is not None and abs(a / b - 1) < _CLOSE
-
-
 def _multiplied(
     last: Change | None, added: Change, now: Change | None
 ) -> tuple[str | None, float | None]:
     """(the side that multiplied its `.grad`, by what): now = times * last + added, in sketches of that side."""
     found: list[tuple[str, float]] = []
-    for side in ("baseline", "candidate"):
-        sketches = [_folded(change, side) for change in (last, added, now)]
+    for side in SIDES:
+        sketches = [_sketch(change, side) for change in (last, added, now)]
         if not all(sketches):
             return None, None
         old, more, new = sketches
         kept = [a - b for a, b in zip(new, more, strict=True)]
-        square = sum(x * x for x in old)
-        if square == 0 or not math.isfinite(square):
+        fit = closest_multiple(old, kept)
+        if fit is None or fit.left_over / fit.norm > _LEFT_OVER:
             return None, None
-        times = sum(x * y for x, y in zip(kept, old, strict=True)) / square
-        rest = sum((x - times * y) ** 2 for x, y in zip(kept, old, strict=True))
-        if math.sqrt(rest / square) > 0.01:
-            return None, None
-        found.append((side, times))
-    apart = [(side, times) for side, times in found if not _is_close(times, 1.0)]
+        found.append((side, fit.factor))
+    apart = [(side, times) for side, times in found if not is_same_factor(times, 1.0)]
     return apart[0] if len(apart) == 1 else (None, None)
 
 
-def _folded(change: Change | None, side: str) -> list[float]:
-    """A sketch on as many lanes as those of Nodes have; empty where there is none."""
+def _sketch(change: Change | None, side: str) -> list[float]:
+    """A side's sketch on as many lanes as those of Nodes have; empty where there is none."""
     statistics = None if change is None else getattr(change, side)
-    lanes = (statistics or {}).get("sketch") or ()
-    if len(lanes) % NODE_SKETCH_LANES:
-        return []
-    return [
-        math.fsum(lanes[lane::NODE_SKETCH_LANES])
-        for lane in range(NODE_SKETCH_LANES if lanes else 0)
-    ]
+    return on_node_lanes((statistics or {}).get("sketch") or ())

@@ -20,10 +20,11 @@ from gradtrace_analyzer.sql.pipelines import (
     ACTIONS,
     FORWARD,
     PHASES,
-    Place,
+    StagePlace,
     make_handed,
     stages_of_roots,
 )
+from gradtrace_analyzer.words.nouns import SIDES
 
 _Place = TypeVar("_Place", Origin, Origin | None)
 
@@ -39,25 +40,25 @@ class StageEdges:
     and stage that what it receives comes from.
     """
 
-    actions: Mapping[tuple[str, int], Sequence[tuple[float, Place]]]
+    actions: Mapping[tuple[str, int], Sequence[tuple[float, StagePlace]]]
     stages: Mapping[tuple[int, int], int]
     sources: Mapping[tuple[int, int, bool], tuple[int, int]]
 
-    def place(self, d: Difference) -> Place | None:
+    def place(self, d: Difference) -> StagePlace | None:
         """The action that a row was written in, or the stage alone of what is of none."""
         if d.table == "stage_events":
             key = d.key
-            return Place(key["stage_index"], key["microbatch"], PHASES[key["kind"]])
+            return StagePlace(key["stage_index"], key["microbatch"], PHASES[key["kind"]])
         root = d.key.get("root")
         stage = None if root is None else self.stages.get((d.rank, root))
-        owner = None if stage is None else Place(stage)
+        owner = None if stage is None else StagePlace(stage)
         if d.table not in _INSIDE or d.key.get("point") in ("carried", "reduced", "final"):
             return owner
         microbatch = d.key.get("microbatch")
         place = self._around(d.only_in or "baseline", d)
         return place if place is not None and microbatch in (None, place.microbatch) else owner
 
-    def _around(self, side: str, d: Difference) -> Place | None:
+    def _around(self, side: str, d: Difference) -> StagePlace | None:
         """The first action that ended after a row."""
         actions = self.actions.get((side, d.rank), ())
         return next((place for order, place in actions if order >= d.order), None)
@@ -108,7 +109,7 @@ def on_ranks(origin: _Place, stages: Stages | None) -> _Place:
         origin,
         difference=replace(origin.difference, key=key),
         ranks=tuple(held[stage] for stage in origin.ranks),
-        place=origin.place or Place(origin.ranks[0] % stages.count),
+        place=origin.place or StagePlace(origin.ranks[0] % stages.count),
         source=None if source is None else (held[source[0]], source[1]),
         reached=tuple(
             replace(r, rank=held[r.rank], key={**r.key, "stage_index": r.rank % stages.count})
@@ -131,8 +132,8 @@ _INSIDE = frozenset({"inputs", "module_calls", "node_events", "backward_passes",
 
 def stage_edges(connection: duckdb.DuckDBPyConnection, step: int) -> StageEdges | None:
     """Those of a step of the baseline, beside which the candidate's rows are placed; None where it has no stages."""
-    actions: dict[tuple[str, int], list[tuple[float, Place]]] = {}
-    for side in ("baseline", "candidate"):
+    actions: dict[tuple[str, int], list[tuple[float, StagePlace]]] = {}
+    for side in SIDES:
         rows = connection.execute(
             f"SELECT e.rank, e.record_index - s.first, stage_index, microbatch, kind FROM {side}.stage_events e "
             "JOIN step_start s ON s.side = ? AND s.rank = e.rank AND s.step = e.step "
@@ -140,7 +141,7 @@ def stage_edges(connection: duckdb.DuckDBPyConnection, step: int) -> StageEdges 
             [side, step],
         ).fetchall()
         for rank, order, stage, microbatch, kind in rows:
-            place = Place(stage, microbatch, PHASES[kind])
+            place = StagePlace(stage, microbatch, PHASES[kind])
             actions.setdefault((side, rank), []).append((order, place))
     if not actions:
         return None

@@ -15,6 +15,7 @@ from gradtrace_analyzer.diff.origins.stage_edges import StageEdges, stage_edges
 from gradtrace_analyzer.diff.origins.step_facts import Circumstances, circumstances
 from gradtrace_analyzer.diff.origins.unused_forwards import unused_forwards
 from gradtrace_analyzer.diff.scope.cover import Cover
+from gradtrace_analyzer.words.nouns import SIDES
 
 # Ranks whose tensors are followed by their fingerprints; on others a second origin may go unseen.
 MOST_RANKS = 16
@@ -74,7 +75,7 @@ class Surroundings:
                     f"SELECT DISTINCT point FROM {side}.gradients WHERE step = {self.step}"
                 ).fetchall()
             }
-            for side in ("baseline", "candidate")
+            for side in SIDES
         ]
         return points[0] & points[1]
 
@@ -93,7 +94,7 @@ class Surroundings:
         union = " UNION ALL ".join(
             f"SELECT '{side}', root, module_fqn, module_class, bool_or(c.rank IS NOT NULL) FROM {side}.module_calls m "
             f"LEFT JOIN common c ON c.rank = m.rank AND c.step = m.step WHERE m.step = {self.step} GROUP BY ALL"
-            for side in ("baseline", "candidate")
+            for side in SIDES
         )
         return self._connection.execute(union).fetchall()
 

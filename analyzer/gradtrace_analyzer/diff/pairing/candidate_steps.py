@@ -10,9 +10,10 @@ from collections.abc import Mapping
 
 import duckdb
 
-from gradtrace_analyzer.diff.links import LINK_TABLES, SIDES
+from gradtrace_analyzer.diff.links import LINK_TABLES
 from gradtrace_analyzer.diff.pairing.pairs import other_values, within
 from gradtrace_analyzer.sql.footers import Counts
+from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_schemas.digests import TABLE_OF
 from gradtrace_schemas.steps import DIGEST_LINKS
 

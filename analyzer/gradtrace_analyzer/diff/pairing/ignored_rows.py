@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import duckdb
 
 from gradtrace_analyzer.diff.links import LINK_TABLES
-
-_OTHER = {"baseline": "candidate", "candidate": "baseline"}
+from gradtrace_analyzer.words.nouns import other_side
 
 
 def excuse(
@@ -40,5 +39,5 @@ def excuse(
             for rank, step in ends.items():
                 connection.execute(
                     f"DELETE FROM {name} WHERE only_in = ? AND rank = ? AND step = ?",
-                    [_OTHER[side], rank, step],
+                    [other_side(side), rank, step],
                 )

@@ -22,12 +22,19 @@ from gradtrace_analyzer.numerics.arrays import (
     sketches_of,
     values_of,
 )
-from gradtrace_analyzer.numerics.tolerance import DECISIVE, Least, roundoff
+from gradtrace_analyzer.numerics.sketches import distances
+from gradtrace_analyzer.numerics.tolerance import (
+    DECISIVE,
+    FEWEST_NUMBERS,
+    NOISE_FLOOR,
+    ROUNDED_ONCE,
+    UPDATE_ROUNDINGS,
+    WIDER_STATISTICS,
+    Least,
+    roundoff,
+)
 
 Flags = npt.NDArray[np.bool_]
-
-# The floors of `Judgement` and `judge_updates`, where these allow the least.
-_NOISE_FLOOR, _ROUNDED, _STATISTICS = 1e-3, 8.0, 64.0
 
 
 @dataclass
@@ -74,7 +81,7 @@ def beyond_least(
     if table.table == "inputs":
         [one] = judged
         a, b = (_units(side) for side in one.sides)
-        once = np.where(a != b, 1.01 * np.maximum(a, b), 0.0)
+        once = np.where(a != b, ROUNDED_ONCE * np.maximum(a, b), 0.0)
         return np.asarray(one.apart & ~(one.error <= once))
     if table.table == "node_events":
         _note_arriving(rows[0], judged, starts, known.arriving)
@@ -121,7 +128,7 @@ def _lengthened(
     a, b = one.sides
     with np.errstate(divide="ignore", invalid="ignore"):
         gain = np.abs(b.norm / a.norm / (reads[1] / reads[0]) - 1)
-    many = (a.numel >= 64) & (a.numel == b.numel)
+    many = (a.numel >= FEWEST_NUMBERS) & (a.numel == b.numel)
     return np.asarray(one.apart & many & np.isfinite(gain) & (gain * share > allowed))
 
 
@@ -186,7 +193,7 @@ def _share(
         return np.ones(len(rows))
     steps = numbers_of(rows, "step")[starts].tolist()
     lengths = np.diff(np.r_[starts, len(rows)])
-    floors = np.repeat([_NOISE_FLOOR * arriving.get(step, 0.0) for step in steps], lengths)
+    floors = np.repeat([NOISE_FLOOR * arriving.get(step, 0.0) for step in steps], lengths)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(floors > 0, np.minimum(1.0, one.larger / floors), 1.0)
 
@@ -214,7 +221,7 @@ def _parameters(
     points, names = codes_of(rows, "point")
     is_after = points == (names.index("after") if "after" in names else -1)
     has_moved = np.isin(steps, np.fromiter(moved, np.int64, len(moved)))
-    far = one.error > _STATISTICS * _each(one, least.forward)
+    far = one.error > WIDER_STATISTICS * _each(one, least.forward)
     fqns, _ = codes_of(rows, "parameter_fqn")
     order = np.lexsort((is_after, fqns, numbers_of(rows, "root"), steps))
     places = np.empty(len(order), np.int64)
@@ -230,9 +237,8 @@ def _parameters(
     update = np.zeros(len(order))
     for side in one.sides:
         lanes, _ = sketches_of(side.rows, f"{side.prefix}sketch")
-        moved_by = np.linalg.norm(lanes.astype(np.float64) - lanes[before], axis=1)
-        update = np.maximum(update, np.where(paired, moved_by, 0.0))
+        update = np.maximum(update, np.where(paired, distances(lanes, lanes[before]), 0.0))
     share = _share_of_update(rows, least, known)
-    allowed = least.scale * (_ROUNDED * units * one.larger + share * update)
+    allowed = least.scale * (UPDATE_ROUNDINGS * units * one.larger + share * update)
     after = is_after & ~(added <= allowed)
     return np.asarray(one.apart & (after | (~is_after & (has_moved | far))))

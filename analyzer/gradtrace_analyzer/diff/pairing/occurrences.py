@@ -15,6 +15,8 @@ from difflib import SequenceMatcher
 
 import duckdb
 
+from gradtrace_analyzer.words.nouns import SIDES
+
 # Beyond this many cells the alignment is left to a heuristic.
 _MOST_CELLS = 1_000_000
 _SAME_NAME, _SAME_SIZE, _SAME_BITS = 1, 4, 6
@@ -49,7 +51,7 @@ def realign(connection: duckdb.DuckDBPyConnection) -> bool:
     connection.execute(_SHIFTED)
     if connection.execute("SELECT 1 FROM shifted_call LIMIT 1").fetchone() is None:
         return False
-    for side in ("baseline", "candidate"):
+    for side in SIDES:
         connection.execute(_sequences(side))
     on = " AND ".join(f"b.{name} = c.{name}" for name in _GROUP[:4])
     same = _SAME_GROUP.format(a="b", b="c")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import duckdb
 import pyarrow as pa
 
-from gradtrace_analyzer.diff.links import LINK_TABLES, SIDES, LinkTable, link_of
+from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable, link_of
 from gradtrace_analyzer.diff.pairing.candidate_steps import PROVEN, Place, suspects
 from gradtrace_analyzer.diff.pairing.occurrences import forget_numbers, realign
 from gradtrace_analyzer.diff.pairing.pairs import (
@@ -33,6 +33,7 @@ from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import Counts
 from gradtrace_analyzer.sql.views import usable_cores
+from gradtrace_analyzer.words.nouns import SIDES
 
 # Rows of both sides that are opened at once without looking first: they take about 100 MB.
 MOST_ROWS = 250_000

@@ -10,7 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import duckdb
 
-from gradtrace_analyzer.diff.links import LINK_TABLES, SIDES, STATISTICS, LinkTable
+from gradtrace_analyzer.diff.links import LINK_TABLES, STATISTICS, LinkTable
+from gradtrace_analyzer.numerics.sketches import relative_error_sql
+from gradtrace_analyzer.numerics.tolerance import AS_ADDED_UP
+from gradtrace_analyzer.words.nouns import SIDES
 
 # Tables that have rows of every step that anything was recorded of.
 _OF_EVERY_STEP = (
@@ -144,11 +147,13 @@ def differing(
     for role, p in table.sides:
         columns += [
             f"{_summary_differs(p, is_alike)} AS {role}_differs",
-            f"{_relative_error(p)} AS {role}_error",
+            f"{relative_error_sql(f'b.{p}', f'c.{p}')} AS {role}_error",
             *(f"b.{p}{s} AS {role}_b_{s}, c.{p}{s} AS {role}_c_{s}" for s in STATISTICS),
         ]
         differs.append(_summary_differs(p, is_alike))
-        errors.append(f"CASE WHEN {_summary_differs(p, is_alike)} THEN {_relative_error(p)} END")
+        errors.append(
+            f"CASE WHEN {_summary_differs(p, is_alike)} THEN {relative_error_sql(f'b.{p}', f'c.{p}')} END"
+        )
     for value in table.values:
         columns.append(f"b.{value} AS value_b_{value}, c.{value} AS value_c_{value}")
         # A pass has no `ddp_sync` without DDP, and in runs of schema 1: that is no difference.
@@ -214,9 +219,9 @@ def _counts(value: str, differs: str) -> str:
     return " IS DISTINCT FROM ".join(sides)
 
 
-# How far the norm of one tensor may lie apart in two ways to add it up, of the norm; and what comes to that for the
-# sum, whose terms may cancel: float32's unit for what they are at most without signs, sqrt(numel) times the norm.
-_AS_ADDED_UP, _OF_TERMS = 1e-6, 1.2e-7
+# What comes to `AS_ADDED_UP` for a sum, whose terms may cancel: float32's unit for what they are at most without signs,
+# sqrt(numel) times the norm.
+_OF_TERMS = 1.2e-7
 
 
 def _summary_differs(p: str, is_alike: bool) -> str:
@@ -234,20 +239,9 @@ def _apart(p: str, statistic: str, is_alike: bool) -> str:
     unequal = f"b.{p}{statistic} IS DISTINCT FROM c.{p}{statistic}"
     if is_alike or statistic not in ("norm", "sum"):
         return unequal
-    share = str(_AS_ADDED_UP)
+    share = str(AS_ADDED_UP)
     if statistic == "sum":
         share += f" + {_OF_TERMS} * sqrt(b.{p}numel)"
     distance = f"abs(b.{p}{statistic} - c.{p}{statistic})"
     near = f"{distance} <= ({share}) * greatest(b.{p}norm, c.{p}norm)"
     return f"({unequal} AND NOT coalesce({near}, false))"
-
-
-def _relative_error(p: str) -> str:
-    larger = f"greatest(b.{p}norm, c.{p}norm)"
-    return (
-        f"(CASE WHEN b.{p}nan_count <> c.{p}nan_count OR b.{p}inf_count <> c.{p}inf_count THEN NULL "
-        f"WHEN {larger} = 0 THEN 0 "
-        f"WHEN len(b.{p}sketch) = len(c.{p}sketch) THEN "
-        f"list_distance(b.{p}sketch::DOUBLE[], c.{p}sketch::DOUBLE[]) / {larger} "
-        f"ELSE abs(b.{p}norm - c.{p}norm) / {larger} END)"
-    )

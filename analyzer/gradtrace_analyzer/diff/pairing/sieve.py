@@ -24,14 +24,8 @@ import pyarrow.parquet as pq
 from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.diff.pairing.lower_bound import Judged, Known, beyond_least
 from gradtrace_analyzer.diff.pairing.tally import Sieved, Tally, joined
-from gradtrace_analyzer.numerics.arrays import (
-    Array,
-    Side,
-    codes_of,
-    numbers_of,
-    sketches_of,
-    values_of,
-)
+from gradtrace_analyzer.numerics.arrays import Side, codes_of, numbers_of, values_of
+from gradtrace_analyzer.numerics.sketches import relative_errors
 from gradtrace_analyzer.numerics.tolerance import Least
 from gradtrace_analyzer.words.places import whereabouts
 from gradtrace_schemas import TABLES
@@ -229,7 +223,7 @@ def _judge(
             of_a, of_b = (numbers_of(rows, prefix + count) for rows in (a, b))
             nans |= of_a != of_b
             nonfinite |= apart & ((of_a > 0) != (of_b > 0))
-        error, width = _relative_errors(sides, apart & ~odd)
+        error, width = relative_errors(sides, apart & ~odd)
         odd |= apart & ~width
         differs |= apart
         judged.append(Judged(sides, apart, error))
@@ -292,22 +286,6 @@ def _differing(sides: Sequence[Side]) -> npt.NDArray[np.bool_]:
     unequal = both & (a.fingerprint != b.fingerprint)
     other = (a.has_fingerprint != b.has_fingerprint) | (a.numel != b.numel)
     return np.asarray(unequal | (~both & (other | a.has_norms_alone | b.has_norms_alone)))
-
-
-def _relative_errors(
-    sides: Sequence[Side], where: npt.NDArray[np.bool_]
-) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """(of each row, the distance of its sketches over the larger norm; whether both have a sketch of one width)."""
-    (a, has_a), (b, has_b) = (sketches_of(s.rows, f"{s.prefix}sketch") for s in sides)
-    count = len(where)
-    if a.shape[1] != b.shape[1]:
-        return np.zeros(count), np.zeros(count, bool)
-    apart = np.subtract(a, b, dtype=np.float64)
-    distance = np.sqrt(np.einsum("ij,ij->i", apart, apart))
-    larger = np.maximum(sides[0].norm, sides[1].norm)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        error = np.where(larger == 0, 0.0, distance / larger)
-    return error, np.asarray(has_a & has_b | ~where)
 
 
 def _equal_rows(a: pa.Table, b: pa.Table, columns: Sequence[str]) -> npt.NDArray[np.bool_]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_analyzer.words.numbers import ranks_phrase
 
 # Of our own, which changes no number of the job.
@@ -86,7 +87,7 @@ def _observer(run: Run) -> str:
 
 
 def _observers(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
-    a, b = (_observer(runs[side]) for side in ("baseline", "candidate"))
+    a, b = (_observer(runs[side]) for side in SIDES)
     if a == b:
         return []
     return [{"name": "observer", "baseline": a, "candidate": b, "changes_numbers": False}]

@@ -13,7 +13,8 @@ from gradtrace_analyzer.diff.scope.selection import Chosen
 from gradtrace_analyzer.diff.scope.stages import Stages
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import Counts
-from gradtrace_analyzer.words.numbers import ranks_phrase, spans
+from gradtrace_analyzer.words.nouns import other_side
+from gradtrace_analyzer.words.numbers import noun, ranks_phrase, spans
 
 
 @dataclass(frozen=True)
@@ -113,14 +114,14 @@ def cover_of(
     if stages is not None:
         # Only what its own side lacks: the other may have more ranks for the same stages.
         missing = {side: run.missing_ranks for side, run in runs.items()}
-    other = {"baseline": "candidate", "candidate": "baseline"}
     return Cover(
         ranks=tuple(ranks),
         steps={rank: tuple(of_rank) for rank, of_rank in steps["both"].items()},
         rows=rows,
         missing_ranks=missing,
         missing_steps={
-            side: {rank: tuple(own) for rank, own in steps[other[side]].items()} for side in runs
+            side: {rank: tuple(own) for rank, own in steps[other_side(side)].items()}
+            for side in runs
         },
         incomplete_ranks={
             side: tuple(filter(wanted.wants_rank, run.incomplete_ranks))
@@ -147,8 +148,8 @@ def cover_of(
 
 
 def held(numbers: Sequence[int] | Mapping[int, Any], what: str = "rank") -> str:
-    plural = "s" if len(numbers) > 1 else ""
-    return f"{what}{plural} {spans(numbers)}" if numbers else f"no {what}"
+    """`rank 3`, `ranks 0-1`, `no rank`; of steps where `what` says so."""
+    return f"{noun(len(numbers), what)} {spans(numbers)}" if numbers else f"no {what}"
 
 
 def all_steps(by_rank: Mapping[int, Sequence[int]]) -> list[int]:

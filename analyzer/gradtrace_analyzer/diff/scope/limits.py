@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gradtrace_analyzer.diff.scope.cover import Cover, all_steps, held
 from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.words.numbers import verb
 
 
 def nothing_to_compare(
@@ -33,7 +34,7 @@ def nothing_to_compare(
         empty = [side for side, of_side in own.items() if not of_side]
         if empty:
             return (
-                f"the {' and the '.join(empty)} {'holds' if len(empty) == 1 else 'hold'} no step yet: nothing was "
+                f"the {' and the '.join(empty)} {verb(empty, 'holds', 'hold')} no step yet: nothing was "
                 "recorded before the job ended, or it has only just begun"
             )
         return (

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from gradtrace_analyzer.diff.links import LINKS, LinkTable, link_of
 from gradtrace_analyzer.errors import GradtraceError
-from gradtrace_analyzer.words.numbers import ranks_phrase
+from gradtrace_analyzer.sql.views import text_literal
+from gradtrace_analyzer.words.numbers import noun, ranks_phrase
 
 # Links that have rows of their own: the others are told from these.
 CHOOSABLE = tuple(link for link in LINKS if link not in ("configuration", "rng", "structure"))
@@ -61,9 +62,9 @@ class Chosen:
         parts = [] if self.step is None else [f"step {self.step}"]
         if self.ranks is not None:
             parts.append(ranks_phrase(self.listed_ranks))
-        for plural, names in (("module", self.modules), ("link", self.links)):
+        for one, names in (("module", self.modules), ("link", self.links)):
             if names:
-                parts.append(f"{plural}{'s' if len(names) > 1 else ''} {', '.join(names)}")
+                parts.append(f"{noun(len(names), one)} {', '.join(names)}")
         return "; ".join(parts)
 
     @property
@@ -88,17 +89,17 @@ class Chosen:
         if table.table not in _POINTS:
             return "true" if link_of(table.table, None) in self.links else "false"
         points = [p for p in _POINTS[table.table] if link_of(table.table, p) in self.links]
-        return f"{prefix}point IN ({', '.join(map(_quoted, points))})" if points else "false"
+        return f"{prefix}point IN ({', '.join(map(text_literal, points))})" if points else "false"
 
     def _modules(self, table: LinkTable, prefix: str) -> str:
         if table.table in _POINTS:
-            module = f"regexp_replace({prefix}parameter_fqn, '[.]?[^.]*$', '')"
+            module = f"owner_of({prefix}parameter_fqn)"
         elif table.table in ("module_calls", "node_events"):
             module = f"{prefix}module_fqn"
         else:
             return "false"
         either = (
-            f"{module} GLOB {_quoted(pattern)} OR {module} GLOB {_quoted(pattern + '.*')}"
+            f"{module} GLOB {text_literal(pattern)} OR {module} GLOB {text_literal(pattern + '.*')}"
             for pattern in self.modules
         )
         return f"coalesce({' OR '.join(either)}, false)"
@@ -129,7 +130,3 @@ def _span(part: str, whole: str) -> tuple[int, int]:
     if last - int(found[1]) > 1_000_000:
         raise BadChoice(f"--rank is {whole!r}, which are more ranks than any job has")
     return int(found[1]), last
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradtrace_analyzer.words.numbers import and_more, verb
+
 
 @dataclass(frozen=True)
 class Stages:
@@ -33,7 +35,7 @@ class Stages:
             "whatever the order, and a backward pass that was split as a whole one."
         )
         if self.left_out:
-            are = "parameter is" if self.left_out == 1 else "parameters are"
+            are = verb(self.left_out, "parameter is", "parameters are")
             said += f" {self.left_out} {are} of no stage that is known, and not compared."
         if not moved:
             return said
@@ -42,8 +44,7 @@ class Stages:
             f"{self.ranks['baseline'][stage]}"
             for stage in moved[:2]
         )
-        more = f" and {len(moved) - 2} more" if len(moved) > 2 else ""
-        where_all = f"{', '.join(where)}{more}"
+        where_all = ", ".join(where) + and_more(len(moved) - 2)
         return f"{said} In the candidate stages are on other ranks ({where_all}); ranks are named as there."
 
     def spread(self, entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import duckdb
 
 from gradtrace_analyzer.diff.pairing.pairs import opened_places, within
+from gradtrace_analyzer.words.nouns import SIDES
 
 # How many times a normalisation's backward pass may amplify the relative error of what it receives.
 _MOST_AMPLIFIED = 1e4
@@ -69,7 +70,7 @@ def write_unsteady(connection: duckdb.DuckDBPyConnection) -> None:
         "SELECT n.rank, n.step, n.record_index - s.first AS place, n.replay_error AS error "
         f"FROM {side}.node_events n SEMI JOIN opened USING (rank, step) JOIN step_start s ON s.rank = n.rank "
         f"AND s.step = n.step AND s.side = '{side}' WHERE NOT n.replay_equal AND n.replay_error > 0 AND {here}"
-        for side in ("baseline", "candidate")
+        for side in SIDES
     )
     connection.execute(
         f"CREATE OR REPLACE TEMP TABLE unsteady AS SELECT rank, step, place, coalesce(lead(place) OVER w, 1e18) "

@@ -30,23 +30,18 @@ from gradtrace_analyzer.diff.tolerances.noise import Noise, Repeats
 from gradtrace_analyzer.diff.tolerances.updates import is_plain, judge_given, judge_updates
 from gradtrace_analyzer.numerics.tolerance import (
     DECISIVE,
+    FINEST,
+    GROWTH,
+    NOISE_FLOOR,
     PRECISIONS,
+    SEEN,
     Least,
     Rule,
     roundoff,
-    roundoff_sql,
 )
 from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
-
-# By how much a relative change of the weights, or of the forward, may show in one link more than in another.
-_GROWTH = 4.0
-
-# How many times the noise that is seen in a step's forward its backward pass may show.
-_SEEN = 8.0
-
-# A gradient this much smaller than its step's largest may be what is left of a cancellation.
-_NOISE_FLOOR = 1e-3
 
 
 class Judgement:
@@ -136,12 +131,12 @@ class Judgement:
         layers, summands = self._sizes
         units = [
             roundoff(dtype)
-            for side in ("baseline", "candidate")
+            for side in SIDES
             for (dtype,) in self._connection.execute(
                 f"SELECT DISTINCT output_dtype FROM {side}.module_calls WHERE step = (SELECT min(step) FROM common)"
             ).fetchall()
         ]
-        finest = min(filter(None, units), default=2.0**-53)
+        finest = min(filter(None, units), default=FINEST)
         return Least(self._scale, summands, layers, finest, is_plain(self._connection))
 
     def pair_repeats(self, *, is_arranged: bool, new_names: Mapping[str, str]) -> None:
@@ -182,7 +177,7 @@ class Judgement:
         """(layers, the longest sum), of the first step."""
         row = self._connection.execute(
             "WITH owners AS (SELECT DISTINCT root, parameter_fqn, "
-            "regexp_replace(parameter_fqn, '\\.?[^.]*$', '') AS owner, numel, shape FROM baseline.parameters "
+            "owner_of(parameter_fqn) AS owner, numel, shape FROM baseline.parameters "
             "WHERE kind = 'parameter' AND point = 'before' "
             f"AND step = {self._first_step}) "
             "SELECT (SELECT count(DISTINCT (root, owner)) FROM owners), "
@@ -209,8 +204,8 @@ class Judgement:
     def _rounding(self) -> None:
         """`rounding`: what the rule allows from a place of a rank's step on, by the arithmetic used so far."""
         parts = [
-            f"SELECT rank, step, place, greatest({roundoff_sql(f'{role}_b_dtype')}, "
-            f"{roundoff_sql(f'{role}_c_dtype')}) AS unit FROM differing_{table.table} WHERE {role}_differs"
+            f"SELECT rank, step, place, greatest(roundoff({role}_b_dtype), "
+            f"roundoff({role}_c_dtype)) AS unit FROM differing_{table.table} WHERE {role}_differs"
             for table in LINK_TABLES
             if table.table
             in ("inputs", "module_calls", "node_events", "gradients", "buckets", "stage_events")
@@ -218,8 +213,8 @@ class Judgement:
         ]
         # A module may compute in a format that neither comes in nor goes out: its Nodes' gradients are in it.
         parts.append(
-            f"SELECT m.rank, m.step, m.place, greatest({roundoff_sql('n.writes_b_dtype')}, "
-            f"{roundoff_sql('n.writes_c_dtype')}) AS unit FROM differing_module_calls m JOIN differing_node_events n "
+            "SELECT m.rank, m.step, m.place, greatest(roundoff(n.writes_b_dtype), "
+            "roundoff(n.writes_c_dtype)) AS unit FROM differing_module_calls m JOIN differing_node_events n "
             "ON n.rank = m.rank AND n.step = m.step AND n.key_root = m.key_root "
             "AND n.key_module_fqn = m.key_module_fqn AND n.key_call_index = m.key_call_index "
             "AND n.key_microbatch = m.key_microbatch "
@@ -235,7 +230,7 @@ class Judgement:
         unit = 0.0
         for rank, step, new, place in firsts:
             if (rank, step) != last:
-                last, unit = (rank, step), max(least, 2.0**-53)
+                last, unit = (rank, step), max(least, FINEST)
             elif new <= unit:
                 continue
             else:
@@ -270,7 +265,7 @@ class Judgement:
         )
         self._connection.execute(
             "CREATE OR REPLACE TEMP TABLE growth AS WITH modules AS ("
-            "SELECT rank, step, key_root, regexp_replace(key_parameter_fqn, '\\.?[^.]*$', '') AS owner, "
+            "SELECT rank, step, key_root, owner_of(key_parameter_fqn) AS owner, "
             "sqrt(sum((writes_error * greatest(writes_b_norm, writes_c_norm)) ** 2) "
             "/ nullif(sum(greatest(writes_b_norm, writes_c_norm) ** 2), 0)) AS change "
             "FROM differing_parameters d WHERE key_point = 'before' AND only_in IS NULL AND NOT EXISTS "
@@ -288,7 +283,7 @@ class Judgement:
         is_forward = table.table == "module_calls"
         base = "r.forward" if is_forward else "r.backward"
         growth = (
-            f"{_GROWTH} * ((1 + coalesce(g.weights, 0)) ** {self.rule.layers} - 1)"
+            f"{GROWTH} * ((1 + coalesce(g.weights, 0)) ** {self.rule.layers} - 1)"
             if is_forward
             else "(coalesce(f.extra, 0) + coalesce(u.extra, 0))"
         )
@@ -296,14 +291,14 @@ class Judgement:
         rounding = base
         if not is_forward:
             rounding = (
-                f"least({base} + {self._scale * _GROWTH} * coalesce(g.forward, 0), "
-                f"coalesce(r.layer + {self._scale * _SEEN} * w.change, 1e9))"
+                f"least({base} + {self._scale * GROWTH} * coalesce(g.forward, 0), "
+                f"coalesce(r.layer + {self._scale * SEEN} * w.change, 1e9))"
             )
         tolerance = f"({rounding} + {self._scale} * {growth}) * {amplified}"
         lengthening = (
             growth
             if is_forward
-            else f"({_GROWTH} * coalesce(g.forward, 0) + coalesce(f.extra, 0) ** 2 + coalesce(u.extra, 0))"
+            else f"({GROWTH} * coalesce(g.forward, 0) + coalesce(f.extra, 0) ** 2 + coalesce(u.extra, 0))"
         )
         if table.table in SEEN_GAINS:
             lengthening = f"least({lengthening}, coalesce({SEEN_GAINS[table.table]} * q.gain, 1e9))"
@@ -320,17 +315,16 @@ class Judgement:
         )
         cancelled = {role: "1" for role, _ in table.sides}
         if table.table in ("gradients", "node_events"):
-            owner = "regexp_replace(d.key_parameter_fqn, '\\.?[^.]*$', '')"
             joins += (
                 " LEFT JOIN arriving a ON a.rank = d.rank AND a.step = d.step AND a.root IS NOT DISTINCT FROM "
-                f"d.key_root AND a.module_fqn = {owner} LEFT JOIN shapes s ON s.root = d.key_root "
+                "d.key_root AND a.module_fqn = owner_of(d.key_parameter_fqn) LEFT JOIN shapes s ON s.root = d.key_root "
                 "AND s.parameter_fqn = d.key_parameter_fqn LEFT JOIN (SELECT rank, step, max(norm) AS norm "
                 "FROM arriving GROUP BY ALL) l ON l.rank = d.rank AND l.step = d.step"
             )
             for role, _ in table.sides:
                 own = f"greatest(d.{role}_b_norm, d.{role}_c_norm)"
                 floor = (
-                    f"greatest(CASE WHEN s.is_flat THEN a.norm ELSE 0 END, {_NOISE_FLOOR} * l.norm)"
+                    f"greatest(CASE WHEN s.is_flat THEN a.norm ELSE 0 END, {NOISE_FLOOR} * l.norm)"
                 )
                 cancelled[role] = f"least(1, coalesce({own} / nullif({floor}, 0), 1))"
         beyond, exceeds, sets = [], [], []
@@ -381,7 +375,7 @@ class Judgement:
             "CREATE OR REPLACE TEMP TABLE judged AS SELECT d.rowid AS id, coalesce(abs(value_b_loss - value_c_loss) > "
             "greatest(abs(value_b_loss), abs(value_c_loss)) * "
             f"(coalesce(r.forward, {self._scale * self.rule.forward()!r}::DOUBLE) "
-            f"+ {self._scale * _GROWTH} * coalesce(g.forward, 0)) OR isnan(value_b_loss) <> isnan(value_c_loss), "
+            f"+ {self._scale * GROWTH} * coalesce(g.forward, 0)) OR isnan(value_b_loss) <> isnan(value_c_loss), "
             "value_b_loss IS DISTINCT FROM value_c_loss) AS apart FROM differing_backward_passes d "
             "LEFT JOIN rounding r ON r.rank = d.rank AND r.step = d.step AND r.start <= d.place AND d.place < r.until "
             "LEFT JOIN growth g ON g.rank = d.rank AND g.step = d.step"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import duckdb
 
-from gradtrace_analyzer.numerics.tolerance import roundoff_sql
+from gradtrace_analyzer.numerics.tolerance import AS_ADDED_UP, FEWEST_NUMBERS
 
 # How many times the lengthening that is usual in a step one Node, or module, may show. (In sound runs of six small
 # models in five arithmetics the largest Node's was 13 times that of the others, in bfloat16, and less than the rule
@@ -17,10 +17,9 @@ from gradtrace_analyzer.numerics.tolerance import roundoff_sql
 SEEN_GAINS = {"node_events": 10.0, "module_calls": 32.0}
 
 # A Node shows noise when it lengthens by more than its norm is rounded, and what is usual needs a few of them.
-_ROUNDED, _FEW = 1e-6, 6
+_FEW = 6
 
-# A norm of fewer numbers says little.
-MANY = "writes_b_numel >= 64 AND writes_b_numel = writes_c_numel"
+MANY = f"writes_b_numel >= {FEWEST_NUMBERS} AND writes_b_numel = writes_c_numel"
 
 # So often the same lengthening, to a thousandth of it, is no chance: four Nodes of which each could be anywhere in
 # the noise agree so closely about once in a thousand million times.
@@ -28,7 +27,7 @@ _TIMES, _ALIKE = 4, 1e-3
 
 # What is given to 1e-7 is not the same to a thousandth when smaller than this; and a constant that was rounded to the
 # row's dtype on either side is a factor too, which is legal.
-_LEAST, _UNITS = 5e-4, 2.0
+_LEAST, _AS_CONSTANT = 5e-4, 2.0
 
 # Where the noise itself comes back (the same batch at every step) nothing is said.
 _MOST_STEADY = 0.25
@@ -54,7 +53,7 @@ def write_usual(connection: duckdb.DuckDBPyConnection) -> None:
         f"WHERE only_in IS NULL AND key_phase = 'forward' AND writes_differs AND {MANY}) "
         "SELECT link_table, rank, step, if(link_table = 'node_events', "
         "sqrt(greatest(0, sum(gain * gain) - max(gain) ** 2) / (count(*) - 1)), median(gain)) AS gain "
-        f"FROM gains WHERE gain > {_ROUNDED} AND isfinite(gain) GROUP BY link_table, rank, step "
+        f"FROM gains WHERE gain > {AS_ADDED_UP} AND isfinite(gain) GROUP BY link_table, rank, step "
         f"HAVING count(*) >= {_FEW}"
     )
 
@@ -62,10 +61,10 @@ def write_usual(connection: duckdb.DuckDBPyConnection) -> None:
 def find_steady(connection: duckdb.DuckDBPyConnection) -> None:
     """Mark Nodes that lengthen by the same factor time after time as beyond their tolerance, `told_by` that."""
     place = "key_root, key_module_fqn, key_call_index, key_node_name, key_occurrence"
-    unit = f"greatest({roundoff_sql('writes_b_dtype')}, {roundoff_sql('writes_c_dtype')})"
+    unit = "greatest(roundoff(writes_b_dtype), roundoff(writes_c_dtype))"
     connection.execute(
         f"CREATE OR REPLACE TEMP TABLE steady AS WITH gains AS (SELECT rowid AS id, rank, step, place, {place}, "
-        f"{_SIGNED} AS gain, greatest({_LEAST}, {_UNITS} * {unit}) AS least, "
+        f"{_SIGNED} AS gain, greatest({_LEAST}, {_AS_CONSTANT} * {unit}) AS least, "
         f"4 * {unit} / sqrt(writes_b_numel) AS rounded FROM differing_node_events "
         f"WHERE {_JUDGED}), spans AS (SELECT *, min(gain) OVER w AS lowest, max(gain) OVER w AS highest, "
         f"count(gain) OVER w AS times FROM gains WINDOW w AS (PARTITION BY {place} ORDER BY step, rank, gains.place "

@@ -18,9 +18,11 @@ from gradtrace_analyzer.diff.divided.by_stage import arrange
 from gradtrace_analyzer.diff.links import LINK_TABLES, TABLE_NAMES, LinkTable
 from gradtrace_analyzer.diff.pairing.opening import Opening, Reading
 from gradtrace_analyzer.errors import NoRepeat
+from gradtrace_analyzer.numerics.tolerance import DECISIVE
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import row_counts, table_counts
 from gradtrace_analyzer.sql.views import connect_pair
+from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
 
 # By how much one measurement of noise may lie below another: the ratio of two norms of random vectors with few
 # independent
@@ -233,9 +235,10 @@ def _apply(connection: duckdb.DuckDBPyConnection, table: LinkTable, scale: float
             f"UPDATE differing_{name} d SET {yield_columns} noise = 'measured', told_by = NULL, "
             f"beyond = d.given OR {keep}coalesce(m.differs AND (m.error > m.allowed OR m.error IS NULL), false), "
             f"exceeds = d.given OR {keep_exceeds}coalesce(m.differs AND (m.error > m.allowed * "
-            f"{_decisive(name, role)} OR m.error IS NULL), false) FROM measured m WHERE m.id = d.rowid"
+            f"{_decisive(name)} OR m.error IS NULL), false) FROM measured m WHERE m.id = d.rowid"
         )
 
 
-def _decisive(table: str, role: str) -> str:
-    return "4" if table == "node_events" else "1.5"
+def _decisive(table: str) -> float:
+    """How many tolerances an estimate of the table's sketches must reach: `DECISIVE`."""
+    return DECISIVE[NODE_SKETCH_LANES if table == "node_events" else SKETCH_LANES]

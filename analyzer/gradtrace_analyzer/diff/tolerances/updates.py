@@ -10,18 +10,19 @@ import duckdb
 from gradtrace_analyzer.diff.pairing.pairs import opened_places, within
 from gradtrace_analyzer.numerics.tolerance import (
     PASSED_ON,
+    ROUNDED_ONCE,
     TURNED,
+    TURNED_TIMES,
     UNJUDGED,
+    UPDATE_ROUNDINGS,
     UPDATED,
+    WIDER_STATISTICS,
     Rule,
-    roundoff_sql,
 )
+from gradtrace_analyzer.words.nouns import SIDES
 
 # By how much more than the other parameters a statistic of the last steps may differ.
-_GROWTH = 4.0
-
-# A running statistic averages what may cancel: by how much wider its tolerance is than an output's.
-_STATISTICS = 64.0
+_STATISTICS_GROWTH = 4.0
 
 
 def judge_updates(connection: duckdb.DuckDBPyConnection, scale: float) -> None:
@@ -32,19 +33,20 @@ def judge_updates(connection: duckdb.DuckDBPyConnection, scale: float) -> None:
     """
     places = opened_places(connection)
     change = "d.writes_error * greatest(d.writes_b_norm, d.writes_c_norm)"
-    ulp = f"8 * greatest({roundoff_sql('d.writes_b_dtype')}, {roundoff_sql('d.writes_c_dtype')})"
+    ulp = f"{UPDATE_ROUNDINGS} * greatest(roundoff(d.writes_b_dtype), roundoff(d.writes_c_dtype))"
     size = "greatest(d.writes_b_norm, d.writes_c_norm)"
     updates = " UNION ALL ".join(
-        "SELECT b.rank, b.step, b.root, b.parameter_fqn, list_distance(b.sketch::DOUBLE[], a.sketch::DOUBLE[]) "
+        "SELECT b.rank, b.step, b.root, b.parameter_fqn, sketch_distance(b.sketch, a.sketch) "
         f"AS size FROM {side}.parameters b JOIN {side}.parameters a USING (rank, step, root, parameter_fqn) "
         "SEMI JOIN opened USING (rank, step) WHERE b.point = 'before' AND a.point = 'after' "
         f"AND len(a.sketch) = len(b.sketch) AND {within(places, 'a')} AND {within(places, 'b')}"
-        for side in ("baseline", "candidate")
+        for side in SIDES
     )
     share = (
         f"CASE WHEN coalesce(k.error, 0) = 0 THEN {UPDATED} "
         f"WHEN {str(is_plain(connection)).lower()} THEN {UPDATED} + {PASSED_ON} * k.error "
-        f"WHEN k.is_flat THEN {UNJUDGED} ELSE least({UNJUDGED}, {UPDATED} + 6 * sqrt({TURNED} * k.error)) END"
+        f"WHEN k.is_flat THEN {UNJUDGED} "
+        f"ELSE least({UNJUDGED}, {UPDATED} + {TURNED_TIMES} * sqrt({TURNED} * k.error)) END"
     )
     connection.execute(
         "CREATE OR REPLACE TEMP TABLE judged AS WITH errors AS ("
@@ -92,8 +94,8 @@ def judge_given(
     Where a step is compared alone what it was given is not judged in the step before it: it counts here.
     """
     once = (
-        "CASE WHEN writes_b_dtype <> writes_c_dtype THEN 1.01 * greatest("
-        f"{roundoff_sql('writes_b_dtype')}, {roundoff_sql('writes_c_dtype')}) ELSE 0 END"
+        f"CASE WHEN writes_b_dtype <> writes_c_dtype THEN {ROUNDED_ONCE} * greatest("
+        "roundoff(writes_b_dtype), roundoff(writes_c_dtype)) ELSE 0 END"
     )
     connection.execute(
         f"UPDATE differing_inputs SET writes_tolerance = {once}, beyond = exceeds OR "
@@ -111,14 +113,17 @@ def judge_given(
         f"FROM {side}.parameters b LEFT JOIN (FROM {side}.parameters a WHERE a.point = 'after' "
         f"AND {within(before, 'a')}) a ON a.rank = b.rank AND a.step = b.step - 1 AND a.root = b.root "
         f"AND a.parameter_fqn = b.parameter_fqn WHERE b.point = 'before' AND {within(places, 'b')}"
-        for side in ("baseline", "candidate")
+        for side in SIDES
     )
     # What a buffer counts, in integers, is exact.
     computed = (
         "d.step > (SELECT min(step) FROM common) AND NOT h.has_last AND h.is_buffer "
-        f"AND {roundoff_sql('writes_b_dtype')} > 0"
+        "AND roundoff(writes_b_dtype) > 0"
     )
-    loose = f"greatest({_STATISTICS} * {scale * rule.forward()!r}::DOUBLE, {_GROWTH} * coalesce(g.weights, 0))"
+    loose = (
+        f"greatest({WIDER_STATISTICS} * {scale * rule.forward()!r}::DOUBLE, "
+        f"{_STATISTICS_GROWTH} * coalesce(g.weights, 0))"
+    )
     connection.execute(
         "UPDATE differing_parameters d SET writes_tolerance = allowed, beyond = exceeds OR apart, "
         "exceeds = exceeds OR apart FROM (SELECT id, NOT kept AND coalesce(writes_error > allowed, true) AS apart, "

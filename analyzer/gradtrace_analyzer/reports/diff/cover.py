@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 
 from gradtrace_analyzer.diff.scope.cover import Cover
-from gradtrace_analyzer.words.numbers import ranks_phrase, spans
+from gradtrace_analyzer.words.nouns import SIDES
+from gradtrace_analyzer.words.numbers import (
+    counts_phrase,
+    ranks_phrase,
+    stages_phrase,
+    steps_phrase,
+)
 
 
 def extent(cover: Cover) -> str:
@@ -14,22 +20,14 @@ def extent(cover: Cover) -> str:
     for rank in cover.ranks:
         by_steps.setdefault(cover.steps.get(rank, ()), []).append(rank)
     who = stages_phrase if cover.by_stage else ranks_phrase
-    return "; ".join(f"{who(ranks)}, {_steps(steps)}" for steps, ranks in by_steps.items() if steps)
-
-
-def stages_phrase(stages: Collection[int]) -> str:
-    """`stage 0`, or `stages 0-2`."""
-    return f"stage {spans(stages)}" if len(stages) == 1 else f"stages {spans(stages)}"
-
-
-def _steps(steps: Sequence[int]) -> str:
-    text = spans(steps)
-    return f"step {text}" if text.isdigit() else f"steps {text}"
+    return "; ".join(
+        f"{who(ranks)}, {steps_phrase(steps)}" for steps, ranks in by_steps.items() if steps
+    )
 
 
 def compared(cover: Cover) -> str:
-    """What was compared, with its numbers of rows."""
-    rows = ", ".join(f"{count:,} {table}" for table, count in cover.rows.items() if count)
+    """Ranks and steps that were compared, and the numbers of rows by table; `nothing` where there are none."""
+    rows = counts_phrase({table: count for table, count in cover.rows.items() if count})
     return f"{extent(cover)}; {rows}" if cover.steps and rows else "nothing"
 
 
@@ -48,7 +46,7 @@ def _lacking_steps(cover: Cover) -> Iterator[str]:
             by_steps.setdefault(steps, []).append(rank)
         who = stages_phrase if cover.by_stage else ranks_phrase
         for steps, ranks in by_steps.items():
-            yield f"the {side} lacks {_steps(steps)} of {who(ranks)}"
+            yield f"the {side} lacks {steps_phrase(steps)} of {who(ranks)}"
 
 
 def caveats(cover: Cover, *, are_summed: bool = False) -> Iterator[str]:
@@ -58,8 +56,8 @@ def caveats(cover: Cover, *, are_summed: bool = False) -> Iterator[str]:
     for steps_lacking in _lacking_steps(cover):
         yield f"Not compared: {steps_lacking}."
     for side, steps in cover.flights.items():
-        yield f"The {side} is a flight recording: it holds {_steps(steps)} only."
-    for side in ("baseline", "candidate"):
+        yield f"The {side} is a flight recording: it holds {steps_phrase(steps)} only."
+    for side in SIDES:
         missing = cover.missing_ranks[side]
         if missing and not are_summed:
             yield f"Not compared: the {side} lacks {ranks_phrase(missing)}."
@@ -76,8 +74,7 @@ def caveats(cover: Cover, *, are_summed: bool = False) -> Iterator[str]:
             ("tensors without a summary", cover.unsummarised[side]),
         ):
             if counts:
-                by_reason = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
-                yield f"The {side} has {what}: {by_reason}."
+                yield f"The {side} has {what}: {counts_phrase(counts)}."
         for problem in cover.problems[side]:
             yield f"The {side}'s recorder gave up in part: {problem}."
         if cover.filters[side]:

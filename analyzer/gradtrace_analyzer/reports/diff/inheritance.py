@@ -11,7 +11,8 @@ from gradtrace_analyzer.diff.links import LINKS
 from gradtrace_analyzer.diff.origin import Origin, Reached
 from gradtrace_analyzer.diff.origins.chain_rows import Passage
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.words.numbers import ranks_phrase
+from gradtrace_analyzer.words.nouns import upper_first
+from gradtrace_analyzer.words.numbers import and_more, ranks_phrase, told_apart, verb
 
 _LINK_PHRASE = {
     "parameters": "the parameters",
@@ -37,10 +38,9 @@ def reached_sentence(origin: Origin, others: Collection[int] = ()) -> str:
     said = ""
     for (step, place), ranks in list(by_place.items())[:3]:
         everyone = len(ranks) > 1 and set(ranks) >= set(others) > set()
-        who = "All other ranks" if everyone else ranks_phrase(ranks).capitalize()
-        verb = "differs" if len(ranks) == 1 else "differ"
+        who = "All other ranks" if everyone else upper_first(ranks_phrase(ranks))
         when = "of that step on" if step == origin.step else f"of step {step} on"
-        said += f" {who} {verb} from {place} {when}."
+        said += f" {who} {verb(ranks, 'differs', 'differ')} from {place} {when}."
     if len(by_place) > 3:
         said += f" {len(origin.reached)} ranks inherit from it in all."
     return said
@@ -55,7 +55,7 @@ def _reached_place(reached: Reached) -> str:
 
 
 def reached_object(reached: Reached) -> dict[str, Any]:
-    """For a program."""
+    """Where an origin reached another rank, as JSON: step, link and what the first row there is of."""
     names = ("root", "module_fqn", "parameter_fqn", "node_name", "stage_index", "microbatch")
     return {
         "rank": reached.rank,
@@ -119,7 +119,7 @@ def _count(alone: int, shared: int) -> str:
 
 
 def chain_lines(answer: Answer) -> Iterator[str]:
-    """The rows around the first origin as a table, itself marked."""
+    """The rows around the first origin as a table, with both sides' norms; origins are marked with `>`."""
     first = answer.chain[0]
     yield f"The chain around the first origin, step {answer.origins[0].step}, rank {first.rank} (norms):"
     rows = []
@@ -136,18 +136,8 @@ def chain_lines(answer: Answer) -> Iterator[str]:
 
 
 def chain_objects(answer: Answer) -> list[dict[str, Any]]:
-    """For a program."""
+    """The same rows as JSON, an object each."""
     return [asdict(p) for p in answer.chain]
-
-
-def told_apart(a: float | None, b: float | None) -> tuple[str, str]:
-    """Two numbers with two digits, or as many as it takes to tell them apart."""
-    if a is None or b is None:
-        return ("-" if a is None else f"{a:.2g}", "-" if b is None else f"{b:.2g}")
-    for digits in range(2, 8):
-        if a == b or f"{a:.{digits}g}" != f"{b:.{digits}g}":
-            return f"{a:.{digits}g}", f"{b:.{digits}g}"
-    return f"{a:.7g}", f"{b:.7g}"
 
 
 def _row(p: Passage) -> str:
@@ -156,8 +146,7 @@ def _row(p: Passage) -> str:
         module = key["module_fqn"]
         return f"{'(no module)' if module is None else module or 'root'} ({key['node_name']})"
     if key.get("parameter_fqns"):
-        more = len(key["parameter_fqns"]) - 1
-        return f"{key['parameter_fqns'][0]}" + (f" and {more} more" if more else "")
+        return f"{key['parameter_fqns'][0]}" + and_more(len(key["parameter_fqns"]) - 1)
     if key.get("parameter_fqn") is not None:
         return f"{key['parameter_fqn']} ({key['point']})"
     if "phase" in key:

@@ -13,11 +13,9 @@ from gradtrace_analyzer.diff.tolerances.noise import SCATTER
 from gradtrace_analyzer.failures.failed_passes import Failure
 from gradtrace_analyzer.reports.diff.places import (
     and_others,
-    bucket_phrase,
+    bucket_of,
     module_of,
-    module_phrase,
     node_phrase,
-    number,
     parameter_of,
     place_of,
     row_name,
@@ -25,7 +23,8 @@ from gradtrace_analyzer.reports.diff.places import (
     size_phrase,
 )
 from gradtrace_analyzer.reports.diff.structure import code_sentence
-from gradtrace_analyzer.words.numbers import ranks_phrase
+from gradtrace_analyzer.words.nouns import module_phrase, other_side
+from gradtrace_analyzer.words.numbers import and_more, noun, number, ranks_phrase
 
 
 def unseen_sentence(origin: Origin, answer: Answer) -> str:
@@ -63,7 +62,7 @@ def origin_sentence(origin: Origin) -> str:
             "baseline; all before it is equal."
         )
     if origin.link == "structure" and d.table == "gradients" and d.key["point"] == "final":
-        other = {"baseline": "candidate", "candidate": "baseline"}[str(d.only_in)]
+        other = other_side(str(d.only_in))
         return (
             f"{where}the optimizer saw no gradient of {parameter_of(origin)} in the {other}: it had none when the "
             "optimizer stepped, or is in no group of it. All before it is equal."
@@ -116,7 +115,7 @@ def origin_sentence(origin: Origin) -> str:
         index = d.key["backward_index"]
         in_pass = "" if index is None else f", in backward pass {index}"
         return (
-            f"{where}{module} ({origin.node_name}) {verb} {b} gradient{'' if b == 1 else 's'} instead of {a}"
+            f"{where}{module} ({origin.node_name}) {verb} {b} {noun(b, 'gradient')} instead of {a}"
             f"{in_pass}: {'the pass' if in_pass else 'a pass'} asks for other gradients, or the graph is another."
         )
     if origin.link == "backward" and origin.between:
@@ -127,9 +126,8 @@ def origin_sentence(origin: Origin) -> str:
         )
     if origin.link == "backward" and origin.positions:
         which = ", ".join(map(str, origin.positions))
-        plural = len(origin.positions) > 1
         return (
-            f"{where}gradient{'s' if plural else ''} {which} of the {origin.position_count} that leave "
+            f"{where}{noun(len(origin.positions), 'gradient')} {which} of the {origin.position_count} that leave "
             f"{node_phrase(origin)} {size}{_again(origin)}, although the others, and everything "
             f"recorded that it reads, are equal{_rounding(origin)}.{_why(origin)}"
         )
@@ -197,7 +195,7 @@ def origin_sentence(origin: Origin) -> str:
 
 
 def _who(origin: Origin) -> str:
-    """`rank 1`, and where in a pipeline."""
+    """The origin's ranks, and where in a pipeline: `rank 1 (stage 1, microbatch 0, input half)`."""
     who = ranks_phrase(origin.ranks)
     return who if origin.place is None else f"{who} ({origin.place.said})"
 
@@ -225,7 +223,7 @@ def failure_clause(failure: Failure) -> str:
 
 
 def _frozen(origin: Origin) -> str:
-    """That a parameter asks for gradients on one side alone."""
+    """That a parameter asks for gradients on one side alone, and on which it is frozen."""
     side = "baseline" if origin.difference.values["requires_grad"][0] is False else "candidate"
     verb = "are" if origin.other_count else "is"
     also = "" if origin.change is None or not origin.change.differs else " Its value differs too."
@@ -269,9 +267,9 @@ def length_words(change: Change) -> str:
 
 
 def _again(origin: Origin) -> str:
-    """That the same place shows it in further passes."""
+    """That the same place shows it in further passes of the step, and how often."""
     n = origin.repeat_count
-    return f" (and {n} more time{'s' if n > 1 else ''} in the step, in other passes)" if n else ""
+    return f" (and {n} {noun(n, 'more time')} in the step, in other passes)" if n else ""
 
 
 # A Node's saved tensors are its own: no row holds them.
@@ -299,13 +297,12 @@ def _rescaled(origin: Origin) -> str:
         return ""
     how = "changed" if found.times is None else f"multiplied by {found.times:.4g}"
     where = "one of the runs alone" if found.side is None else f"the {found.side} alone"
-    more = f" and {found.others} more" if found.others else ""
     what = (
         "microbatches" if origin.difference.key.get("backward_index") is None else "backward passes"
     )
     return (
         f" That factor ends between {what} {found.after} and {found.backward_index}: there the .grad "
-        f"of {found.parameter_fqn}{more} was {how} outside backward, in {where}."
+        f"of {found.parameter_fqn}{and_more(found.others)} was {how} outside backward, in {where}."
     )
 
 
@@ -320,14 +317,14 @@ def _bucket_sentence(origin: Origin) -> str:
         )
     if d.values:
         changed = [f"{name} is {b} instead of {a}" for name, (a, b) in d.values.items()]
-        return f"{bucket_phrase(origin)} is reduced otherwise: {'; '.join(changed)}."
+        return f"{bucket_of(origin)} is reduced otherwise: {'; '.join(changed)}."
     if origin.between:
         return (
-            f"{bucket_phrase(origin)} {size} as it goes into its reduction, although the local gradients are "
+            f"{bucket_of(origin)} {size} as it goes into its reduction, although the local gradients are "
             "equal: something changed them, or what .grad held, in between."
         )
     return (
-        f"{bucket_phrase(origin)} {size} as it comes out of its reduction, although what every rank put in "
+        f"{bucket_of(origin)} {size} as it comes out of its reduction, although what every rank put in "
         "is equal: the reduction is where they part."
     )
 
@@ -349,7 +346,7 @@ def _follower(origin: Origin) -> str:
 
 
 def nonfinite_sentence(origin: Origin) -> str:
-    """The first value that is finite on one side alone."""
+    """Where the first value is that is finite on one side alone, and what it is on both."""
     d = origin.difference
     if d.table == "node_events":
         what = (
@@ -360,7 +357,7 @@ def nonfinite_sentence(origin: Origin) -> str:
     elif d.table == "inputs":
         what = f"the input {d.key['name']!r}"
     elif d.table == "buckets":
-        what = f"{bucket_phrase(origin)} as it {'goes into' if origin.between else 'comes out of'} its reduction"
+        what = f"{bucket_of(origin)} as it {'goes into' if origin.between else 'comes out of'} its reduction"
     elif d.table == "stage_events":
         what = f"what stage {d.key['stage_index']} {'receives' if origin.between else 'sends'}"
     else:
@@ -377,5 +374,5 @@ def repeated_sentence(found: Repeated) -> str:
         f"Backward pass {found.backward_index}, of the {found.side} alone, runs Nodes of backward pass "
         f"{found.before} again: at {module_phrase(found.module_fqn)} ({found.node_name}, call {found.call_index}) "
         f"{found.times:.4g} times the gradient of before arrives, though at {found.equal_count} other "
-        f"{'Node' if found.equal_count == 1 else 'Nodes'} the same: a path is counted more than once."
+        f"{noun(found.equal_count, 'Node')} the same: a path is counted more than once."
     )

@@ -6,13 +6,14 @@ from typing import Any
 
 from gradtrace_analyzer.diff.difference import LENGTHS, Change, settings_apart
 from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.words.nouns import bucket_name, listed, module_phrase
+from gradtrace_analyzer.words.numbers import number
 
 
-def bucket_phrase(origin: Origin) -> str:
-    """`bucket 0 (head.weight and 5 more)`."""
+def bucket_of(origin: Origin) -> str:
+    """The origin's bucket: `bucket 0 (head.weight and 5 more)`; `?` where its parameters are not known."""
     names = [str(name) for name in origin.difference.key.get("parameter_fqns") or ()]
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"bucket {origin.difference.bucket_index} ({names[0] if names else '?'}{more})"
+    return bucket_name(origin.difference.bucket_index, listed(names) or "?")
 
 
 def size_phrase(origin: Origin) -> str:
@@ -84,7 +85,7 @@ def _size_of_one(origin: Origin) -> str:
 
 
 def place_of(origin: Origin) -> str:
-    """The place alone, for a list."""
+    """Where an origin is, without step and rank, for a list: `blocks.0.mlp (AddmmBackward0)`, `0.weight (clip)`."""
     if origin.code:
         return "the changed code"
     if origin.failure is not None and origin.node_name is None:
@@ -99,14 +100,14 @@ def place_of(origin: Origin) -> str:
     if origin.parameter_fqn is not None:
         return f"{parameter_of(origin)} ({origin.link.replace('_', ' ')})"
     if origin.difference.table == "buckets":
-        return bucket_phrase(origin)
+        return bucket_of(origin)
     if origin.link in ("forward", "rng"):
         return f"{module_of(origin, origin.module_fqn)} ({origin.link})"
     return origin.link
 
 
 def size_of(origin: Origin) -> str:
-    """How it differs, for a list."""
+    """How an origin differs, for a list: `size_phrase`, or the settings that are others."""
     values = origin.difference.values
     if "requires_grad" in values:
         return "requires_grad"
@@ -143,7 +144,7 @@ def row_name(origin: Origin) -> str:
     if origin.parameter_fqn is not None:
         return f"{parameter_of(origin)} ({origin.difference.link.replace('_', ' ')})"
     if origin.difference.table == "buckets":
-        return f"the reduction of {bucket_phrase(origin)} in backward pass {key['backward_index']}"
+        return f"the reduction of {bucket_of(origin)} in backward pass {key['backward_index']}"
     if "name" in key:
         return f"the input {key['name']!r} of call {key['call_index']}"
     if "group_index" in key:
@@ -154,34 +155,20 @@ def row_name(origin: Origin) -> str:
 
 
 def node_phrase(origin: Origin) -> str:
-    """`blocks.0.mlp (AddmmBackward0)`."""
+    """The origin's Node in its module: `blocks.0.mlp (AddmmBackward0)`."""
     return f"{module_of(origin, origin.module_fqn)} ({origin.node_name})"
 
 
-def module_phrase(fqn: str | None, root_name: str | None = None) -> str:
-    """`blocks.0`, or `0 of root 1 (Discriminator)` where there are several roots."""
-    if fqn is None:
-        return "code outside any module"
-    if root_name is None:
-        return fqn or "the root module"
-    return f"{fqn} of {root_name}" if fqn else root_name
-
-
 def module_of(origin: Origin, fqn: str | None) -> str:
-    """A module of the origin's root."""
+    """A module of the origin's root, with the root's name where there are several roots."""
     return module_phrase(fqn, origin.root_name)
 
 
 def parameter_of(origin: Origin) -> str:
-    """The origin's parameter."""
+    """The origin's parameter, with the root's name where there are several roots."""
     return module_phrase(origin.parameter_fqn, origin.root_name)
 
 
 def and_others(origin: Origin) -> str:
-    """` (and 3 more)`, or nothing."""
+    """How many more rows of the step differ alike: ` (and 3 more)`, or nothing."""
     return f" (and {origin.other_count} more)" if origin.other_count > 0 else ""
-
-
-def number(value: Any) -> str:
-    """A value as a person writes it."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

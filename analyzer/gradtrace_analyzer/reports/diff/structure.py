@@ -7,10 +7,10 @@ from typing import Any
 
 from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.code.structure import Lone
-from gradtrace_analyzer.diff.links import SIDES
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.words.numbers import ranks_phrase, spans
+from gradtrace_analyzer.words.nouns import SIDES, enumerated, module_phrase, other_side
+from gradtrace_analyzer.words.numbers import and_more, counted, noun, ranks_phrase, steps_phrase
 
 _MOST_LINES = 12
 _MOST_CHARACTERS = 60
@@ -28,8 +28,7 @@ def code_phrase(code: Sequence[Lone]) -> str:
     """Changed code in a few words: `blocks.2 (Block: 7 modules) is in the candidate alone (and 1 more change)`."""
     said = [*_modules(code), *_code_inside(code)] or ["a part of it is compiled on one side"]
     more = len(said) - 1
-    plural = "" if more == 1 else "s"
-    return said[0] + (f" (and {more} more change{plural} of the code)" if more else "")
+    return said[0] + (f" (and {more} {noun(more, 'more change')} of the code)" if more else "")
 
 
 def code_sentence(origin: Origin, size: str, place: str) -> str:
@@ -51,10 +50,10 @@ def code_sentence(origin: Origin, size: str, place: str) -> str:
 
 
 def naming_lines(answer: Answer) -> Iterator[str]:
-    """Which renames were applied, and which may be missing."""
+    """Which renames were applied, and which options may be missing; six of each at most."""
     if answer.renames:
         names = ", ".join(map(str, answer.renames[:6]))
-        more = f" and {len(answer.renames) - 6} more" if len(answer.renames) > 6 else ""
+        more = and_more(len(answer.renames) - 6)
         yield f"Compared under the candidate's names: {names}{more}."
     if answer.likely_renames:
         options = " ".join(f"--rename '{rename}'" for rename in answer.likely_renames[:6])
@@ -66,19 +65,17 @@ def compiled_lines(structure: Sequence[Lone]) -> Iterator[str]:
     for side in SIDES:
         inside = [e for e in structure if e.is_compiled and e.only_in == side]
         if inside:
-            other = SIDES[1 - SIDES.index(side)]
             modules = sum(max(e.holds.get("modules", 1), 1) for e in inside if e.kind == "module")
             own = [
                 e for e in inside if e.kind == "node" and not e.name.startswith("CompiledFunction")
             ]
             nodes = sum(e.count or 0 for e in own)
-            plural = "" if modules == 1 else "s"
-            counted = [f"the calls of {modules:,} module{plural}"] * (modules > 0)
-            counted += [f"{nodes:,} runs of Nodes"] * (nodes > 0)
-            if counted:
+            said = [f"the calls of {counted(modules, 'module')}"] * (modules > 0)
+            said += [f"{nodes:,} runs of Nodes"] * (nodes > 0)
+            if said:
                 yield (
-                    f"The {other} is compiled: {' and '.join(counted)} that the {side} recorded are inside compiled "
-                    "code there, and were not compared."
+                    f"The {other_side(side)} is compiled: {' and '.join(said)} that the {side} recorded are inside "
+                    "compiled code there, and were not compared."
                 )
 
 
@@ -108,7 +105,7 @@ def _modules(structure: Sequence[Lone]) -> Iterator[str]:
             holds = [f"{n} {what[:-1] if n == 1 else what}" for what, n in e.holds.items()]
             about = ": ".join(filter(None, (e.module_class, ", ".join(holds))))
             kind = "" if e.kind == "module" else "parameter "
-            yield f"{kind}{e.name or 'the root module'}{f' ({about})' if about else ''} is in the {e.only_in} alone"
+            yield f"{kind}{module_phrase(e.name)}{f' ({about})' if about else ''} is in the {e.only_in} alone"
 
 
 def _code_inside(structure: Sequence[Lone]) -> Iterator[str]:
@@ -123,8 +120,8 @@ def _code_inside(structure: Sequence[Lone]) -> Iterator[str]:
         for side in SIDES:
             names = [_inside(e) for e in entries if e.only_in == side]
             if names:
-                sides.append(f"{_listed(names)} in the {side} alone")
-        alike.setdefault(", ".join(sides), []).append(_module(fqn))
+                sides.append(f"{enumerated(names, 4)} in the {side} alone")
+        alike.setdefault(", ".join(sides), []).append(module_phrase(fqn))
     for said, modules in alike.items():
         more = f" (and {len(modules) - 1} more)" if len(modules) > 1 else ""
         yield f"{modules[0]}{more} runs {said}"
@@ -146,22 +143,11 @@ def _happened(structure: Sequence[Lone]) -> Iterator[str]:
             alike.setdefault((e.kind, e.only_in, e.ranks, e.first_step, e.last_step), []).append(e)
     words = {"group": "optimizer group", "pass": "backward pass"}
     for (kind, side, ranks, first, last), entries in alike.items():
-        more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
-        name = _module(entries[0].name) if kind == "call" else entries[0].name
-        inside = f" of {_module(entries[0].module_fqn)}" if kind == "node" else ""
-        steps = spans(range(first or 0, (last or 0) + 1))
+        more = and_more(len(entries) - 1)
+        name = module_phrase(entries[0].name) if kind == "call" else entries[0].name
+        inside = f" of {module_phrase(entries[0].module_fqn)}" if kind == "node" else ""
+        steps = steps_phrase(range(first or 0, (last or 0) + 1))
         yield (
             f"{words.get(kind, kind)} {name}{inside}{more} is in the {side} alone "
-            f"({ranks_phrase(ranks)}, step{'s' if '-' in steps else ''} {steps})"
+            f"({ranks_phrase(ranks)}, {steps})"
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = list(names[:4]) + [f"{len(names) - 4} more"] * (len(names) > 4)
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
-
-
-def _module(fqn: str | None) -> str:
-    if fqn is None:
-        return "code outside any module"
-    return fqn or "the root module"

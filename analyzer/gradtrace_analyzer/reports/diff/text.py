@@ -11,12 +11,11 @@ from gradtrace_analyzer.diff.difference import LENGTHS, Change
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.tolerances.noise import SCATTER
 from gradtrace_analyzer.numerics.tolerance import STANDARD_ERROR
-from gradtrace_analyzer.reports.diff.cover import caveats, compared, extent, lacking, stages_phrase
+from gradtrace_analyzer.reports.diff.cover import caveats, compared, extent, lacking
 from gradtrace_analyzer.reports.diff.inheritance import (
     chain_lines,
     inheritance_lines,
     reached_sentence,
-    told_apart,
 )
 from gradtrace_analyzer.reports.diff.origins import (
     failure_clause,
@@ -35,11 +34,12 @@ from gradtrace_analyzer.reports.diff.structure import (
     structure_lines,
 )
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.words.numbers import ranks_phrase
+from gradtrace_analyzer.words.nouns import upper_first
+from gradtrace_analyzer.words.numbers import ranks_phrase, stages_phrase, told_apart, verb
 
 
 def explanation(answer: Answer) -> str:
-    """The one sentence (or two) that a person would say."""
+    """The answer in a sentence or a few, as a colleague would say it: verdict, origin, and what follows from it."""
     cover = answer.cover
     if answer.verdict == "incomparable":
         said = f"Cannot tell: {answer.reason}."
@@ -55,7 +55,7 @@ def explanation(answer: Answer) -> str:
         return f"Identical, {how}, in all that both recorded: {extent(cover)}.{lacking(cover)}"
     if answer.verdict == "within_tolerance" and answer.sums is not None:
         return (
-            f"The same within {_noise(answer)}. {answer.sums.words()} {_sentence(tolerance_words(answer))}."
+            f"The same within {_noise(answer)}. {answer.sums.words()} {upper_first(tolerance_words(answer))}."
             f"{lacking(cover)}"
         )
     if answer.verdict == "within_tolerance" and not answer.origins:
@@ -117,10 +117,6 @@ def tolerance_words(answer: Answer) -> str:
     )
 
 
-def _sentence(words: str) -> str:
-    return words[:1].upper() + words[1:]
-
-
 def _tolerance_here(answer: Answer) -> str:
     """What noise would explain at the origin, where the verdict hangs on it."""
     change = answer.origins[0].change
@@ -130,8 +126,8 @@ def _tolerance_here(answer: Answer) -> str:
     if not measured and answer.first_bits is None and answer.sums is None:
         return ""
     if change.told_by in LENGTHS:
-        return f" {_sentence(length_words(change))}."
-    return f" {_sentence(_explained(change, answer))}."
+        return f" {upper_first(length_words(change))}."
+    return f" {upper_first(_explained(change, answer))}."
 
 
 def _explained(change: Change, answer: Answer) -> str:
@@ -184,9 +180,9 @@ def lines(answer: Answer, names: tuple[str, str], top: int | None = None) -> Ite
 
 
 def _inheritance(answer: Answer) -> str:
-    """What became of the other ranks."""
+    """Which other ranks, or stages, the first origin reached; and which ranks failed after it."""
     failed = sorted({r for o in answer.inherited if o.failure is not None for r in o.ranks})
-    then = f" {ranks_phrase(failed).capitalize()} then failed while no Node ran." if failed else ""
+    then = f" {upper_first(ranks_phrase(failed))} then failed while no Node ran." if failed else ""
     if not answer.origins:
         return then
     first = answer.origins[0]
@@ -195,9 +191,9 @@ def _inheritance(answer: Answer) -> str:
         stages = sorted({r.key["stage_index"] for r in left if r.link == "stage"})
         if not stages:
             return then
-        verb = "differs" if len(stages) == 1 else "differ"
+        verb_ = verb(stages, "differs", "differ")
         return (
-            f"{then} {stages_phrase(stages).capitalize()} {verb} from what was received there on."
+            f"{then} {upper_first(stages_phrase(stages))} {verb_} from what was received there on."
         )
     others = set(answer.cover.ranks) - set(first.ranks)
     return then + reached_sentence(replace(first, reached=left), others)
@@ -223,7 +219,7 @@ def _more(answer: Answer) -> str:
 
 
 def _other_failures(answer: Answer) -> str:
-    """The first failure that is none of the origins."""
+    """The first backward pass that failed on one side and is no origin, nor in the step of one."""
     told = [o.failure for o in answer.origins if o.failure is not None]
     steps = {(f.side, f.step) for f in told}
     left = [f for f in answer.failures if f not in told and (f.side, f.step) not in steps]
@@ -287,7 +283,7 @@ def _largest(entry: Mapping[str, Any]) -> str:
 
 
 def _limited(said: Sequence[str], most: int, what: str) -> Iterator[str]:
-    """Lines, the rest counted."""
+    """`most` lines, indented, and how many are left out."""
     yield from (f"  {line}" for line in said[:most])
     if len(said) > most:
         yield f"  and {len(said) - most} more{what} (--top {len(said)} shows all)"

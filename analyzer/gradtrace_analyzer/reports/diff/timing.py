@@ -8,19 +8,18 @@ from typing import Any
 
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.reports.timing.stages import KIND_WORDS
-from gradtrace_analyzer.reports.timing.stragglers import ms_text
 from gradtrace_analyzer.runs.run import Run
-from gradtrace_analyzer.timing.series import Place, RunSeries
+from gradtrace_analyzer.timing.series import RunSeries, TimedPlace
 from gradtrace_analyzer.timing.slower import (
     FEWEST_STEPS,
     RANGES,
     SURE_STEPS,
-    Change,
     Compared,
     Slowdown,
+    TimeChange,
 )
-from gradtrace_analyzer.words.nouns import upper_first
-from gradtrace_analyzer.words.numbers import counted, ranks_phrase, spans
+from gradtrace_analyzer.words.nouns import module_with_noun, upper_first
+from gradtrace_analyzer.words.numbers import counted, ms_text, ranks_phrase, spans
 
 _MOST_CAUSES = 3
 _CONSEQUENCES = ("receive", "bucket_wait")
@@ -69,7 +68,7 @@ def timing_lines(found: Compared, runs: tuple[Run, Run], top: int) -> Iterator[s
 
 
 def sentences(found: Compared, runs: tuple[Run, Run]) -> Iterator[str]:
-    """What a colleague would say of it."""
+    """The verdict, the whole step, up to three causes of each direction, and what makes the times hard to compare."""
     if found.verdict == "no_verdict":
         yield _no_verdict_text(found)
         return
@@ -97,7 +96,7 @@ def sentences(found: Compared, runs: tuple[Run, Run]) -> Iterator[str]:
 
 
 def timing_object(found: Compared, runs: tuple[Run, Run]) -> dict[str, Any]:
-    """The same for a program."""
+    """The same as JSON, with a row for each place of both runs. Times are nanoseconds."""
     return {
         "verdict": found.verdict,
         "explanation": " ".join(sentences(found, runs)),
@@ -114,8 +113,8 @@ def timing_object(found: Compared, runs: tuple[Run, Run]) -> dict[str, Any]:
     }
 
 
-def change_object(change: Change) -> dict[str, Any]:
-    """A place's row."""
+def change_object(change: TimeChange) -> dict[str, Any]:
+    """A place's row in JSON: what it is of, then its times in nanoseconds and the verdict."""
     return {
         **asdict(change.place),
         "ranks": change.ranks,
@@ -147,7 +146,7 @@ def _no_verdict_text(found: Compared) -> str:
     )
 
 
-def _step_text(step: Change) -> str:
+def _step_text(step: TimeChange) -> str:
     took = (
         f"A step takes {ms_text(step.candidate_ns)}, {ms_text(step.baseline_ns)} in the baseline (medians of "
         f"{step.candidate_count} and {step.baseline_count} steps on the slowest rank, spread {ms_text(step.spread_ns)})"
@@ -171,29 +170,23 @@ def _cause_text(cause: Slowdown) -> str:
     said = f"{_subject(change)} takes {now}{per}, {before} in the baseline {spread}"
     if inside is None:
         return said
-    of = _module(inside.place)
+    of = module_with_noun(inside.place.module_fqn)
     what = (
         inside.place.name if inside.place.what == "node" else f"its forward ({inside.place.name})"
     )
     return f"{said}: {of}, {what} ({ms_text(inside.candidate_ns)} against {ms_text(inside.baseline_ns)})"
 
 
-def _module(place: Place) -> str:
-    if place.module_fqn is None:
-        return "code outside any module"
-    return f"module {place.module_fqn}" if place.module_fqn else "the root module"
-
-
-def _subject(change: Change) -> str:
+def _subject(change: TimeChange) -> str:
     place = change.place
     on = f" on {ranks_phrase(change.ranks)}" if change.ranks else ""
     if place.what == "stage":
         return f"Stage {place.stage_index}'s {KIND_WORDS[place.kind or 'backward']}"
     stage = "" if place.stage_index is None else f"Stage {place.stage_index}: "
     if place.what == "module":
-        return f"{stage}{'the' if stage else 'The'} forward of {_module(place)} ({place.name}){on}"
+        return f"{stage}{'the' if stage else 'The'} forward of {module_with_noun(place.module_fqn)} ({place.name}){on}"
     if place.what == "node":
-        return f"{stage}{place.name} of {_module(place)}{on}"
+        return f"{stage}{place.name} of {module_with_noun(place.module_fqn)}{on}"
     if place.what == "optimizer":
         return f"The optimizer{on}"
     if place.what == "between":
@@ -239,7 +232,7 @@ def _setting(run: Run, name: str) -> Any:
     return None
 
 
-def _what_cell(place: Place) -> str:
+def _what_cell(place: TimedPlace) -> str:
     if place.what == "stage":
         return f"stage {place.stage_index} {place.kind}"
     if place.what in ("transfer", "receive"):
@@ -253,7 +246,7 @@ def _what_cell(place: Place) -> str:
     return place.what.replace("_", " ")
 
 
-def _where_cell(change: Change) -> str:
+def _where_cell(change: TimeChange) -> str:
     place = change.place
     if place.what in ("transfer", "receive"):
         return f"from stage {place.other_stage}"

@@ -12,13 +12,26 @@ from dataclasses import asdict
 from typing import Any
 
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.reports.timing.stragglers import ms_text, percent_text
 from gradtrace_analyzer.timing.gantt import LETTERS, MEANINGS, WAITS, Chart, drawn
 from gradtrace_analyzer.timing.pipelines import MessageClock
-from gradtrace_analyzer.timing.slowest import CHANCE, SMALLEST_SHARE, Judgement, PartTime, SlowPlace
+from gradtrace_analyzer.timing.slowest import (
+    CHANCE,
+    SMALLEST_SHARE,
+    PartTime,
+    SlowPlace,
+    StageJudgement,
+)
 from gradtrace_analyzer.timing.stages import RankIdle, StageAnswer, Waited
-from gradtrace_analyzer.words.nouns import module_phrase, upper_first
-from gradtrace_analyzer.words.numbers import counted, ranks_phrase, spans, steps_phrase
+from gradtrace_analyzer.words.nouns import module_with_noun, upper_first
+from gradtrace_analyzer.words.numbers import (
+    counted,
+    ms_text,
+    percent_text,
+    ranks_phrase,
+    spans,
+    steps_phrase,
+    verb,
+)
 
 KIND_COLUMNS = ("stage_index", "kind", "ranks", "count", "median_ns", "p95_ns", "total_ns")
 KIND_WORDS = {
@@ -64,7 +77,7 @@ def stage_lines(
 
 
 def headlines(answer: StageAnswer) -> list[str]:
-    """Which stage is slow, which link, and which rank is idle most."""
+    """A sentence each: which stage is slow and why, which link is (where one is), which rank is idle most."""
     said = [_judgement_text(answer.judgement)]
     if answer.link is not None:
         link = answer.link
@@ -87,7 +100,7 @@ def kind_rows(answer: StageAnswer) -> list[tuple[Any, ...]]:
 
 
 def stage_object(answer: StageAnswer, chart: Chart | None) -> dict[str, Any]:
-    """The same for a program. What does not apply is null."""
+    """The answer as JSON. What does not apply is null; times are nanoseconds."""
     judgement = answer.judgement
     slow = judgement.slow
     return {
@@ -124,10 +137,10 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns
 
 
-def _judgement_text(judgement: Judgement) -> str:
+def _judgement_text(judgement: StageJudgement) -> str:
     load, other = ms_text(judgement.load_ns), ms_text(judgement.other_ns)
     stage = f"stage {judgement.stage_index}"
-    count = counted(judgement.sample_count, "microbatch").replace("microbatchs", "microbatches")
+    count = counted(judgement.sample_count, "microbatch")
     slow = judgement.slow
     if slow is not None:
         said = (
@@ -139,7 +152,7 @@ def _judgement_text(judgement: Judgement) -> str:
         return "There is one stage with actions; nothing to compare it with."
     if judgement.reason == "few":
         return (
-            f"No stage is named slowest: {count} is too few. In {'it' if judgement.sample_count == 1 else 'them'} "
+            f"No stage is named slowest: {count} is too few. In {verb(judgement.sample_count, 'it', 'them')} "
             f"{stage} takes {load} each, the others {other}."
         )
     if judgement.reason == "even":
@@ -173,7 +186,7 @@ def _place_text(place: SlowPlace | None, places_seen: bool) -> str:
         if places_seen:
             return " No single module or Node explains it: the time is between them, or spread over many."
         return ""
-    of = f"module {place.module_fqn}" if place.module_fqn else module_phrase(place.module_fqn)
+    of = module_with_noun(place.module_fqn)
     what = (
         f"{place.name} of {of}" if place.what == "node" else f"the forward of {of} ({place.name})"
     )
@@ -186,7 +199,7 @@ def _place_text(place: SlowPlace | None, places_seen: bool) -> str:
 
 
 def _idle_text(idle: Sequence[RankIdle]) -> Iterator[str]:
-    """The rank that is idle most, and what it waits for."""
+    """The rank that is idle most, against the busiest, and what it waits for; nothing where none was seen."""
     if not idle:
         return
     most = max(idle, key=lambda own: own.bubble_share)
@@ -246,7 +259,7 @@ def chart_lines(chart: Chart, line_count: int, width: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:
-    """Lines no wider than that, cut between the clauses."""
+    """Lines of at most `width` characters, cut where a clause ends at `; `."""
     line = ""
     for clause in text.split("; "):
         if line and len(line) + 2 + len(clause) > width:
@@ -334,7 +347,7 @@ def _hand_over_table(answer: StageAnswer, top: int) -> Iterator[str]:
         right=set(columns[1:]),
     )
     if len(slowest) > top:
-        yield f"and {counted(len(slowest) - top, 'more boundary').replace('boundarys', 'boundaries')} (--top)"
+        yield f"and {counted(len(slowest) - top, 'more boundary')} (--top)"
 
 
 def _notes(answer: StageAnswer) -> Iterator[str]:

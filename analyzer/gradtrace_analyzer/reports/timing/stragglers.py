@@ -12,12 +12,12 @@ from gradtrace_analyzer.timing.stragglers import (
     SMALLEST_SHARE_OF_STEP,
     SURE_PASSES,
     Floor,
-    Judgement,
     Onset,
     RankLag,
+    StragglerJudgement,
 )
-from gradtrace_analyzer.words.nouns import listed, module_phrase, upper_first
-from gradtrace_analyzer.words.numbers import counted, ranks_phrase
+from gradtrace_analyzer.words.nouns import bucket_name, listed, module_phrase, upper_first
+from gradtrace_analyzer.words.numbers import counted, ms_text, percent_text, ranks_phrase, verb
 
 _MOST_GROUPS = 4
 _MOST_MODULES = 2
@@ -33,7 +33,7 @@ def headlines(answer: BucketAnswer) -> list[str]:
 
 
 def judgement_texts(answer: BucketAnswer) -> Iterator[str]:
-    """Groups with a straggler all; of the others a few."""
+    """A text for each group: those with a straggler all, of the others four; the rest is counted."""
     yield from (judgement_text(answer, j) for j in answer.judgements if j.straggler is not None)
     others = [j for j in answer.judgements if j.straggler is None]
     yield from (judgement_text(answer, j) for j in others[:_MOST_GROUPS])
@@ -42,7 +42,7 @@ def judgement_texts(answer: BucketAnswer) -> Iterator[str]:
         yield f"No straggler in {more} (--format json)."
 
 
-def judgement_text(answer: BucketAnswer, judgement: Judgement) -> str:
+def judgement_text(answer: BucketAnswer, judgement: StragglerJudgement) -> str:
     """The straggler of a group, or why none is named."""
     if judgement.straggler is None:
         return _no_straggler_text(judgement)
@@ -57,9 +57,7 @@ def judgement_text(answer: BucketAnswer, judgement: Judgement) -> str:
     ]
     also = judgement.straggler.also_late
     if also:
-        said.append(
-            f"{upper_first(ranks_phrase(also))} {'is' if len(also) == 1 else 'are'} late as well."
-        )
+        said.append(f"{upper_first(ranks_phrase(also))} {verb(also, 'is', 'are')} late as well.")
     return " ".join(said)
 
 
@@ -108,9 +106,9 @@ def _waiting_text(waiting: Sequence[RankTotal]) -> Iterator[str]:
     )
 
 
-def _no_straggler_text(judgement: Judgement) -> str:
+def _no_straggler_text(judgement: StragglerJudgement) -> str:
     group = _group(judgement)
-    passes = f"{judgement.pass_count:,} backward pass{'' if judgement.pass_count == 1 else 'es'}"
+    passes = counted(judgement.pass_count, "backward pass")
     worst, floor = ms_text(judgement.worst_ns), judgement.floor
     if judgement.reason == "none":
         return f"Nothing to judge in {group}: no reduction of two recorded ranks could be paired."
@@ -134,9 +132,7 @@ def _no_straggler_text(judgement: Judgement) -> str:
         )
     late = [lag.rank for lag in judgement.lags if lag.pass_lag_ns >= floor.ns]
     early = [lag.rank for lag in judgement.lags if lag.rank not in late]
-    ahead = (
-        f": {ranks_phrase(early)} launch{'es' if len(early) == 1 else ''} ahead" if early else ""
-    )
+    ahead = f": {ranks_phrase(early)} {verb(early, 'launches', 'launch')} ahead" if early else ""
     return (
         f"No straggler in {group}: {len(late)} of {len(judgement.lags)} ranks are late, "
         f"by {worst} (median){ahead}."
@@ -144,7 +140,7 @@ def _no_straggler_text(judgement: Judgement) -> str:
 
 
 def _latest_text(lags: Sequence[RankLag]) -> str:
-    """Who is beyond the floor at times, though not usually."""
+    """Which rank most often delays a pass beyond the floor, though not usually; nothing where none does."""
     latest = max(lags, key=lambda lag: (lag.delaying_pass_count, -lag.rank))
     if latest.largest_late_ns is None:
         return ""
@@ -155,7 +151,7 @@ def _latest_text(lags: Sequence[RankLag]) -> str:
 
 
 def _floor_text(floor: Floor) -> str:
-    """The floor and where it comes from."""
+    """The floor, and where it comes from: `1.00 ms (less is not worth a word)`."""
     why = {
         "smallest": "less is not worth a word",
         "step": f"{SMALLEST_SHARE_OF_STEP:.0%} of the median step, {ms_text(floor.step_ns)}",
@@ -179,7 +175,7 @@ def exposed_text(totals: Sequence[RankTotal]) -> Iterator[str]:
     )
 
 
-def clock_text(clock: HostClock) -> str:
+def host_clock_text(clock: HostClock) -> str:
     """That two hosts' clocks were laid over each other, and how well."""
     return (
         f"The clock of {clock.host} was laid over that of {clock.reference} by the moments at which they "
@@ -188,32 +184,15 @@ def clock_text(clock: HostClock) -> str:
 
 
 def parameters_text(bucket: Bucket) -> str:
-    """`head.weight and 3 more`."""
+    """A bucket's first parameter and how many more it holds: `head.weight and 3 more`."""
     first = next(iter(bucket.parameter_fqns), "no parameter")
     more = bucket.parameter_count - 1
     return f"{first} and {more:,} more" if more > 0 else first
 
 
-def ms_text(ns: float | None) -> str:
-    """Milliseconds with as many digits as a person reads."""
-    if ns is None:
-        return "-"
-    ms = ns / 1e6
-    if ms >= 10_000:
-        return f"{ms / 1000:,.1f} s"
-    return f"{ms:.1f} ms" if ms >= 10 else f"{ms:.2f} ms"
-
-
-def percent_text(share: float | None) -> str:
-    """A fraction as a person writes it."""
-    if share is None:
-        return "-"
-    return f"{share:.0%}" if share >= 0.1 or share == 0 else f"{share:.1%}"
-
-
-def _group(judgement: Judgement) -> str:
+def _group(judgement: StragglerJudgement) -> str:
     return f"group {judgement.team.group}"
 
 
 def _bucket_phrase(bucket: Bucket) -> str:
-    return f"bucket {bucket.bucket_index} ({parameters_text(bucket)})"
+    return bucket_name(bucket.bucket_index, parameters_text(bucket))

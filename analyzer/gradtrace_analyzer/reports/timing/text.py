@@ -9,22 +9,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gradtrace_analyzer.reports.tables import bytes_text, table_lines
+from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.reports.timing.stragglers import (
-    clock_text,
     exposed_text,
     headlines,
+    host_clock_text,
     judgement_text,
     judgement_texts,
-    ms_text,
     parameters_text,
-    percent_text,
 )
 from gradtrace_analyzer.timing.buckets import BucketAnswer, BucketTimes, RankTotal
 from gradtrace_analyzer.timing.reductions import Bucket
 from gradtrace_analyzer.timing.steps import PARTS, RankSteps
-from gradtrace_analyzer.timing.stragglers import Judgement, Onset
-from gradtrace_analyzer.words.numbers import counted
+from gradtrace_analyzer.timing.stragglers import Onset, StragglerJudgement
+from gradtrace_analyzer.words.numbers import bytes_text, counted, ms_text, percent_text
 
 _MOST_RANKS = 8
 _MOST_BUCKETS = 60
@@ -93,7 +91,7 @@ def step_rows(ranks: Sequence[RankSteps]) -> list[tuple[Any, ...]]:
 
 
 def summary_object(ranks: Sequence[RankSteps], answer: BucketAnswer | None) -> dict[str, Any]:
-    """The same for a program."""
+    """The answer as JSON: a row for each rank with the columns of `step_rows`, and the headlines of the buckets."""
     return {
         "ranks": [dict(zip(STEP_COLUMNS, row, strict=True)) for row in step_rows(ranks)],
         "headlines": [] if answer is None else headlines(answer),
@@ -104,7 +102,7 @@ def bucket_lines(answer: BucketAnswer) -> Iterator[str]:
     """The straggler of each group, then lags, buckets and totals, last what is missing."""
     yield from judgement_texts(answer)
     yield from exposed_text(answer.totals)
-    yield from map(clock_text, answer.clocks)
+    yield from map(host_clock_text, answer.clocks)
     for section in (_lag_table(answer), _bucket_table(answer), _other_table(answer)):
         yield from _after_blank(section)
     yield from _after_blank(_total_table(answer.totals))
@@ -135,7 +133,7 @@ def bucket_rows(answer: BucketAnswer) -> list[tuple[Any, ...]]:
 
 
 def bucket_object(answer: BucketAnswer) -> dict[str, Any]:
-    """The same for a program. What does not apply is null."""
+    """The answer as JSON. What does not apply is null; times are nanoseconds."""
     return {
         "median_step_ns": answer.step_ns,
         "groups": [_judgement_object(answer, judgement) for judgement in answer.judgements],
@@ -168,7 +166,7 @@ def bucket_object(answer: BucketAnswer) -> dict[str, Any]:
     }
 
 
-def _judgement_object(answer: BucketAnswer, judgement: Judgement) -> dict[str, Any]:
+def _judgement_object(answer: BucketAnswer, judgement: StragglerJudgement) -> dict[str, Any]:
     straggler = judgement.straggler
     return {
         "group": judgement.team.group,
@@ -277,7 +275,7 @@ def _bucket_table(answer: BucketAnswer) -> Iterator[str]:
 
 
 def _model(bucket: Bucket) -> str:
-    """`root 0`, or `root 1, trunk` where DDP wraps a part of it."""
+    """The model of a bucket: `root 0`, or `root 1, trunk` where DDP wraps a part of it."""
     return ", ".join([f"root {bucket.root}", *([bucket.module_fqn] if bucket.module_fqn else [])])
 
 

@@ -1,6 +1,6 @@
 """Builds the native observer against the job's own torch, and finds what was built. A job never compiles.
 
-Neither ninja nor setuptools is asked for: three sources, one call of the compiler each. What is built lies in a cache
+Neither ninja nor setuptools is asked for: one call of the compiler for each source. What is built lies in a cache
 of the user's, in a folder for this torch, its ABI, this Python and these sources, under a name that says which compiler
 made it. Several processes may build at once: one does, the others wait for it; what is there is whole, as it comes by
 a rename.
@@ -26,8 +26,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gradtrace_recorder.settings import NATIVE_CACHE
+
 NAME = "gradtrace_native"
-CACHE_VARIABLE = "GRADTRACE_NATIVE_CACHE"
+CACHE_VARIABLE = NATIVE_CACHE.variable
 _SOURCES = ("summary.cpp", "journal.cpp", "journal_type.cpp", "observer.cpp")
 # Contracted operations would give other bits on other processors; the vector code asks for them by name. Elements are
 # copied as words and read as numbers, which strict aliasing forbids.

@@ -1,8 +1,13 @@
-// The mapped journal as hooks write it that hold no GIL. The layout is that of gradtrace_schemas/journal.py, from which
-// Python hands over every offset; the file, its strings and its held rows stay with gradtrace_recorder/journal.py.
+// The mapped journal as every thread writes it, Python's calls and hooks without the GIL alike. Its layout is that of
+// gradtrace_schemas/journal.py. Python hands over where each part of the file begins, how large its entries are and
+// where the fields lie that hooks fill in. Compiled in here are the ends of a record (its number first and last, its
+// kind at byte 8, its step at byte 10) and the fields of what threads run, of their places and of drops: of these only
+// the sizes are held against what Python says. The file, its strings and which rows are held stay with
+// gradtrace_recorder/journal.py; a held row is written there too, with this lock.
 //
-// What several threads share lies under one lock. Whoever holds the GIL lets go of it before waiting for the
-// lock, and nobody who holds the lock waits for the GIL: so neither waits for the other.
+// What several threads share lies under one lock, but for Event, which has its own, and what is atomic. No thread
+// waits for the lock while it holds the GIL: it lets go of it first. So whoever holds the lock may wait for the GIL,
+// as Python code that has taken it does where the interpreter changes threads; nothing here does.
 #pragma once
 
 #include "ring.h"

@@ -11,7 +11,7 @@ import pytest
 from gradtrace_analyzer.diff.code.changed_code import mark_code, take_out
 from gradtrace_analyzer.diff.code.structure import Parts
 from gradtrace_analyzer.failures.failed_passes import Failure
-from support.differences import Row, Rows, paired, sides
+from support.synthetic_runs.differences import Row, Rows, paired, sides
 
 STEPS, RANKS = range(3), range(2)
 EVERYWHERE = [(rank, step) for rank in RANKS for step in STEPS]

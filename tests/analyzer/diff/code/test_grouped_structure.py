@@ -15,7 +15,7 @@ from gradtrace_analyzer.diff.code.structure import (
     wants_lone,
 )
 from gradtrace_analyzer.diff.scope.selection import chosen
-from support.differences import Row, Rows, paired
+from support.synthetic_runs.differences import Row, Rows, paired
 
 Names = dict[str, str]
 

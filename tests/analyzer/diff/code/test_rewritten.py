@@ -16,7 +16,7 @@ from gradtrace_analyzer.diff.code.rewritten import (
     unscale,
 )
 from gradtrace_analyzer.diff.links import LINK_TABLES
-from support.differences import Row, Rows, paired, sides
+from support.synthetic_runs.differences import Row, Rows, paired, sides
 
 NAMES = ("a.w", "b.w", "c.w")
 

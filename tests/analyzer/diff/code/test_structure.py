@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.commands import asked, told
-from support.synthetic import build_run, summary_columns
+from support.answers.commands import asked, told
+from support.synthetic_runs.builder import build_run, summary_columns
 
 RANKS, STEPS = (0, 1), (0, 1, 2)
 EVERYWHERE = frozenset((rank, step) for rank in RANKS for step in STEPS)

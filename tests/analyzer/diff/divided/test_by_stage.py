@@ -8,7 +8,7 @@ import duckdb
 import pytest
 
 from gradtrace_analyzer.diff.divided.by_stage import arrange, scheduled_otherwise
-from support.differences import Row, Rows, views
+from support.synthetic_runs.differences import Row, Rows, views
 
 
 def actions(*ranks: str, step: int = 0, **more: Any) -> Rows:

@@ -8,7 +8,7 @@ import pytest
 
 from gradtrace_analyzer.diff.code.structure import Lone
 from gradtrace_analyzer.diff.divided.division import Division, divisions, held_nowhere_else
-from support.differences import Row, Rows, run_of, views
+from support.synthetic_runs.differences import Row, Rows, run_of, views
 
 
 def side(

@@ -6,7 +6,7 @@ from typing import Any
 
 from gradtrace_analyzer.diff.divided.halves import whole_nodes
 from gradtrace_schemas.summary import multipliers, signed
-from support.differences import Row, views
+from support.synthetic_runs.differences import Row, views
 
 NODE: Row = {
     "rank": 5, "step": 0, "microbatch": 2, "stage_index": 1, "root": 0, "module_fqn": "m", "call_index": 0,

@@ -9,7 +9,7 @@ import pytest
 from gradtrace_analyzer.diff.divided.division import Division
 from gradtrace_analyzer.diff.divided.sums import Repartitioned, Sums
 from gradtrace_analyzer.numerics.tolerance import Rule
-from support.differences import Row, Rows, views
+from support.synthetic_runs.differences import Row, Rows, views
 
 RULE = Rule(2.0**-24, "float32", 10, 2)
 WHOLE, PARTS = Division(1, 1, 12, 30, 1), Division(2, 1, 12, 30, 2)

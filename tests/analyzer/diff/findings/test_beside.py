@@ -13,7 +13,16 @@ from gradtrace_analyzer.diff.origin import Origin, Reached
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.scope.selection import Chosen
 from gradtrace_analyzer.sql.pipelines import Place
-from support.differences import bucket, call, cover, gradient, group, loss, node, parameter
+from support.synthetic_runs.differences import (
+    bucket,
+    call,
+    cover,
+    gradient,
+    group,
+    loss,
+    node,
+    parameter,
+)
 
 ROOTS = {0: "Generator", 1: "Discriminator"}
 

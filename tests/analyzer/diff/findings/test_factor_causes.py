@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gradtrace_analyzer.diff.findings.factor_causes import Count, explained
-from support.commands import asked
-from support.synthetic import build_run, summary_columns
+from support.answers.commands import asked
+from support.synthetic_runs.builder import build_run, summary_columns
 
 
 @pytest.mark.parametrize(

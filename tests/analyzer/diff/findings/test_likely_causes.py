@@ -9,7 +9,7 @@ import pytest
 from gradtrace_analyzer.diff.code.structure import Lone
 from gradtrace_analyzer.diff.findings.factor_causes import likely_causes
 from gradtrace_analyzer.diff.origin import Origin
-from support.differences import Row, Rows, action, changed, gradient, run_of, views
+from support.synthetic_runs.differences import Row, Rows, action, changed, gradient, run_of, views
 
 
 def step(passes: int = 2, divisor: int | None = 4, rows: int = 6, tokens: int = 5) -> Rows:

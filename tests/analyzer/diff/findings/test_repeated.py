@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from gradtrace_analyzer.diff.findings.repeated import Repeated, repeated
-from support.differences import Row, Rows, paired
-from support.synthetic import summary_columns
+from support.synthetic_runs.builder import summary_columns
+from support.synthetic_runs.differences import Row, Rows, paired
 
 STEP = 2
 

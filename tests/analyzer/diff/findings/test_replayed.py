@@ -8,7 +8,7 @@ import pytest
 
 from gradtrace_analyzer.diff.findings.replayed import replay_sentence, replayed
 from gradtrace_analyzer.diff.origin import Replayed
-from support.differences import Row, node, views
+from support.synthetic_runs.differences import Row, node, views
 
 PLACE: Row = {
     "root": 0, "module_fqn": "m", "call_index": 0, "node_name": "A", "occurrence": 0, "backward_index": 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradtrace_analyzer.diff.findings.skipped_batches import skipped_batches
-from support.differences import Row, Rows, views
+from support.synthetic_runs.differences import Row, Rows, views
 
 
 def fed(**batches: str) -> Rows:

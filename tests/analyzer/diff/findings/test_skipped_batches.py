@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from support.commands import asked
-from support.synthetic import build_run, summary_columns
+from support.answers.commands import asked
+from support.synthetic_runs.builder import build_run, summary_columns
 
 
 def run(path: Path, batches: dict[int, list[int]], reductions: dict[int, list[int]]) -> Path:

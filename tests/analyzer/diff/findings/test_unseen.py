@@ -12,7 +12,15 @@ from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.scope.selection import Chosen
 from gradtrace_analyzer.runs.run import Run
-from support.differences import bucket, call, cover, gradient, loss, parameter, run_of
+from support.synthetic_runs.differences import (
+    bucket,
+    call,
+    cover,
+    gradient,
+    loss,
+    parameter,
+    run_of,
+)
 
 RUNS = {"baseline": run_of(range(2)), "candidate": run_of(range(2))}
 BOTH = {"ranks": (0, 1)}

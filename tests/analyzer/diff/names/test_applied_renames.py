@@ -9,7 +9,7 @@ import pytest
 
 from gradtrace_analyzer.diff.names.renames import apply_renames, new_names, rename_of
 from gradtrace_analyzer.errors import BadRename
-from support.differences import Rows, views
+from support.synthetic_runs.differences import Rows, views
 
 
 def side(*modules: str) -> Rows:

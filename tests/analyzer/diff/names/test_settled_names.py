@@ -11,7 +11,7 @@ from gradtrace_analyzer.diff.names.likely_renames import (
     settle_names,
 )
 from gradtrace_analyzer.diff.names.renames import rename_of
-from support.differences import Row, Rows, views
+from support.synthetic_runs.differences import Row, Rows, views
 
 
 def side(

@@ -12,7 +12,7 @@ from gradtrace_analyzer.diff.origins.across_ranks import joined
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
 from gradtrace_analyzer.diff.origins.stage_edges import StageEdges
 from gradtrace_analyzer.diff.origins.step_facts import Circumstances
-from support.differences import (
+from support.synthetic_runs.differences import (
     action,
     bucket,
     call,

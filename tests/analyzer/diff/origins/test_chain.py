@@ -13,7 +13,7 @@ from gradtrace_analyzer.diff.origins.dependency_graph import Causes
 from gradtrace_analyzer.diff.origins.stage_edges import StageEdges
 from gradtrace_analyzer.diff.origins.step_facts import Circumstances
 from gradtrace_analyzer.sql import pipelines
-from support.differences import (
+from support.synthetic_runs.differences import (
     accumulating,
     action,
     bucket,

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.origins.chain_rows import Passage, passages
-from support.differences import call, changed, loss, node, started, unchanged
+from support.synthetic_runs.differences import call, changed, loss, node, started, unchanged
 
 
 def called(fqn: str, came: float, gave: float, **more: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from gradtrace_analyzer.diff.origins.dataflow import (
     dataflow,
     places,
 )
-from support.differences import call, given, node, views
+from support.synthetic_runs.differences import call, given, node, views
 
 
 def tensors(text: str) -> tuple[Passing | None, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradtrace_analyzer.diff.origins.dependency_graph import Causes
-from support.differences import call
+from support.synthetic_runs.differences import call
 
 
 def graph(count: int, feeders: dict[int, set[int]]) -> Causes:

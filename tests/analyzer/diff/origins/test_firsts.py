@@ -11,7 +11,7 @@ from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.origins.firsts import by_rank, firsts
 from gradtrace_analyzer.failures.failed_passes import Failure
-from support.differences import (
+from support.synthetic_runs.differences import (
     accumulating,
     action,
     bucket,

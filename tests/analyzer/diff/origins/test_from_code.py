@@ -10,7 +10,7 @@ import pytest
 from gradtrace_analyzer.diff.code.structure import Lone, Structure
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.origins.from_code import origin_of_code, split
-from support.differences import (
+from support.synthetic_runs.differences import (
     bucket,
     call,
     changed,

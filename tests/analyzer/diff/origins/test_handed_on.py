@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow, Passing, Row, places
 from gradtrace_analyzer.diff.origins.handed_on import Trail
-from support.differences import call, changed, node
+from support.synthetic_runs.differences import call, changed, node
 
 # What a row received and left: (baseline, candidate) of tensors with four elements.
 Moves = tuple[Difference, list[tuple[int, int]], list[tuple[int, int]]]

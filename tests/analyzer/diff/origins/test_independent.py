@@ -14,7 +14,7 @@ from gradtrace_analyzer.diff.origins.firsts import by_rank, firsts, told
 from gradtrace_analyzer.diff.origins.independent import independent, same_place_merged
 from gradtrace_analyzer.diff.origins.step_facts import Circumstances
 from gradtrace_analyzer.failures.failed_passes import Failure
-from support.differences import (
+from support.synthetic_runs.differences import (
     accumulating,
     bucket,
     call,

@@ -6,8 +6,8 @@ from typing import Any
 
 from gradtrace_analyzer.diff.difference import Change
 from gradtrace_analyzer.diff.origins.node_gradients import node_gradients
-from support.differences import changed, node, views
-from support.synthetic import summary_columns
+from support.synthetic_runs.builder import summary_columns
+from support.synthetic_runs.differences import changed, node, views
 
 AT = {"step": 3, "backward_index": 1}
 

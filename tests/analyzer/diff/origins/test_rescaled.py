@@ -10,7 +10,7 @@ import pytest
 from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.diff.origin import Rescaled
 from gradtrace_analyzer.diff.origins.rescaled import first_rescaled
-from support.differences import accumulating, gradient
+from support.synthetic_runs.differences import accumulating, gradient
 
 # What each of three passes adds to `.grad` in the baseline; in the candidate three times as much.
 ADDED = ([1.0, -2.0, 0.5, 3.0], [2.0, 1.0, -1.0, 0.25], [0.5, 0.5, 4.0, -1.0])

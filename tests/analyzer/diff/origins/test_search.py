@@ -8,8 +8,8 @@ from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.origins.search import StepSearch
 from gradtrace_analyzer.diff.origins.step_reader import Surroundings
 from gradtrace_analyzer.failures.failed_passes import Failure
-from support.differences import Row, aligned, cover, views
-from support.synthetic import summary_columns
+from support.synthetic_runs.builder import summary_columns
+from support.synthetic_runs.differences import Row, aligned, cover, views
 
 Values = dict[str, float]
 MODULES = ("left", "right")

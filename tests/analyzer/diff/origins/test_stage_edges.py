@@ -18,7 +18,8 @@ from gradtrace_analyzer.diff.origins.stage_edges import (
 )
 from gradtrace_analyzer.diff.scope.stages import Stages
 from gradtrace_analyzer.sql.pipelines import Place
-from support.differences import (
+from support.synthetic_runs.builder import summary_columns
+from support.synthetic_runs.differences import (
     action,
     call,
     changed,
@@ -29,7 +30,6 @@ from support.differences import (
     parameter,
     unchanged,
 )
-from support.synthetic import summary_columns
 
 # Rank 0 holds stages 0 and 2, of roots 0 and 1; its actions end at these places.
 ENDS: Mapping[str, list[tuple[float, Place]]] = {

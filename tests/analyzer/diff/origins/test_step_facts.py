@@ -6,7 +6,7 @@ from typing import Any
 
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.origins.step_facts import Circumstances, circumstances
-from support.differences import gradient, parameter, views
+from support.synthetic_runs.differences import gradient, parameter, views
 
 FINAL = {"root": 0, "point": "final", "backward_index": 0}
 ROWS: dict[str, list[dict[str, Any]]] = {

@@ -9,7 +9,7 @@ import pytest
 import gradtrace_analyzer.diff.origins.step_reader as step_reader
 from gradtrace_analyzer.diff.origins.step_reader import Surroundings
 from gradtrace_analyzer.diff.scope.selection import Chosen
-from support.differences import call, cover, gradient, node, started
+from support.synthetic_runs.differences import call, cover, gradient, node, started
 
 
 def called(fqn: str, of_class: str | None = None, **more: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradtrace_analyzer.diff.origins.unused_forwards import unused_forwards
-from support.differences import started
+from support.synthetic_runs.differences import started
 
 Event = tuple[str, dict[str, Any]]
 

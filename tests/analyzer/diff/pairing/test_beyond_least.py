@@ -16,8 +16,8 @@ from gradtrace_analyzer.diff.pairing.lower_bound import Judged, Known, beyond_le
 from gradtrace_analyzer.numerics.arrays import Side, numbers_of
 from gradtrace_analyzer.numerics.tolerance import Least, Rule
 from gradtrace_schemas import TABLES
-from support.differences import Row, sides
-from support.synthetic import add_part
+from support.synthetic_runs.builder import add_part
+from support.synthetic_runs.differences import Row, sides
 
 LEAST = Least(1.0, 10, 1, 2.0**-24, True)
 RULE = Rule(2.0**-24, "", 10, 1)

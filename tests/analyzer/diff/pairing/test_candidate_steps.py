@@ -11,7 +11,7 @@ from gradtrace_analyzer.diff.pairing.candidate_steps import PROVEN, suspects
 from gradtrace_analyzer.sql.footers import Counts, table_counts
 from gradtrace_schemas.digests import TABLE_OF
 from gradtrace_schemas.steps import DIGEST_LINKS
-from support.differences import Row, Rows, started
+from support.synthetic_runs.differences import Row, Rows, started
 
 FULL = {f"digest_{link}": n for n, link in enumerate(DIGEST_LINKS)}
 EVERYTHING = frozenset(TABLE_OF.values())

@@ -6,8 +6,8 @@ import duckdb
 import pytest
 
 from gradtrace_analyzer.diff.pairing.ignored_rows import excuse
-from support.differences import Row, Rows, paired
-from support.synthetic import summary_columns
+from support.synthetic_runs.builder import summary_columns
+from support.synthetic_runs.differences import Row, Rows, paired
 
 
 def carried(name: str, values: list[float]) -> Row:

@@ -16,7 +16,7 @@ from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.runs.run import open_run
 from gradtrace_analyzer.sql.footers import row_counts
 from gradtrace_analyzer.sql.views import connect_pair
-from support.layered import layered_run
+from support.synthetic_runs.layer_chain import layered_run
 
 Link = tuple[str, str | None]  # table, point
 Place = tuple[str, str | None, int]  # and step

@@ -16,8 +16,8 @@ from gradtrace_analyzer.reports.diff.json_object import as_object
 from gradtrace_analyzer.reports.tables import json_text
 from gradtrace_analyzer.runs.run import open_run
 from gradtrace_schemas import TABLES
-from support.large import Change, Sizes, build_large
-from support.synthetic import build_run
+from support.synthetic_runs.builder import build_run
+from support.synthetic_runs.large import Change, Sizes, build_large
 
 SIZES = Sizes(ranks=2, steps=6, nodes=40, modules=6, parts=2)
 

@@ -17,8 +17,8 @@ from gradtrace_analyzer.diff.pairing.pairs import (
     seen,
     within,
 )
-from support.differences import Row, Rows, each_step, paired, started, views
-from support.synthetic import summary_columns
+from support.synthetic_runs.builder import summary_columns
+from support.synthetic_runs.differences import Row, Rows, each_step, paired, started, views
 
 
 def link_table(name: str) -> LinkTable:

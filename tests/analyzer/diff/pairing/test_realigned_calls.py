@@ -5,7 +5,7 @@ from __future__ import annotations
 import duckdb
 
 from gradtrace_analyzer.diff.pairing.occurrences import forget_numbers, realign
-from support.differences import Row, paired
+from support.synthetic_runs.differences import Row, paired
 
 
 def nodes(text: str, rank: int = 0, module: str = "m", **more: int) -> list[Row]:

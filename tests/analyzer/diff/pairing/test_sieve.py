@@ -11,8 +11,8 @@ import pytest
 from gradtrace_analyzer.diff.pairing.sieve import sieved
 from gradtrace_analyzer.diff.pairing.tally import Sieved
 from gradtrace_analyzer.numerics.tolerance import Least
-from support.differences import Row
-from support.synthetic import add_part, summary_columns
+from support.synthetic_runs.builder import add_part, summary_columns
+from support.synthetic_runs.differences import Row
 
 ALL_STEPS = frozenset(range(9))
 

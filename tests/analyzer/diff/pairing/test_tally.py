@@ -15,8 +15,8 @@ from gradtrace_analyzer.diff.pairing.tally import (
     steps_of,
     tallied,
 )
-from support.differences import Row, each_step, paired
-from support.synthetic import summary_columns
+from support.synthetic_runs.builder import summary_columns
+from support.synthetic_runs.differences import Row, each_step, paired
 
 
 def tally(

@@ -15,7 +15,7 @@ from gradtrace_analyzer.reports.diff.json_object import as_object
 from gradtrace_analyzer.reports.diff.text import lines
 from gradtrace_analyzer.runs.run import open_run
 from gradtrace_schemas import layout
-from support.synthetic import build_run, summary_columns
+from support.synthetic_runs.builder import build_run, summary_columns
 
 
 def run(path: Path, steps: range = range(2), ranks: int = 1, **facts: Any) -> Path:

@@ -23,7 +23,7 @@ from gradtrace_analyzer.diff.scope.stages import Stages
 from gradtrace_analyzer.runs.parts import DamagedPart, Part
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import Counts
-from support.differences import Rows, cover, run_of, views
+from support.synthetic_runs.differences import Rows, cover, run_of, views
 
 STEPS = {"both": {0: [0, 1], 1: [0, 1]}, "baseline": {}, "candidate": {1: [2]}}
 

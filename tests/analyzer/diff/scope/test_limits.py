@@ -8,7 +8,7 @@ import pytest
 
 from gradtrace_analyzer.diff.scope.limits import nothing_to_compare
 from gradtrace_analyzer.diff.scope.selection import chosen
-from support.differences import cover, run_of
+from support.synthetic_runs.differences import cover, run_of
 
 RUNS = {"baseline": run_of((0, 1)), "candidate": run_of((2, 3), world_size=4)}
 NOWHERE: dict[str, dict[int, list[int]]] = {"both": {}, "baseline": {}, "candidate": {}}

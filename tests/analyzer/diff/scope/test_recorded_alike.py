@@ -8,7 +8,7 @@ import pytest
 
 from gradtrace_analyzer.diff.scope.configuration import recorded_alike
 from gradtrace_analyzer.runs.run import Run
-from support.differences import run_of
+from support.synthetic_runs.differences import run_of
 
 NATIVE: dict[str, Any] = {"observer": {"kind": "native"}}
 

@@ -7,7 +7,7 @@ import pytest
 
 from gradtrace_analyzer.diff.links import LINK_TABLES
 from gradtrace_analyzer.diff.scope.selection import CHOOSABLE, BadChoice, Chosen, chosen
-from support.differences import Rows, views
+from support.synthetic_runs.differences import Rows, views
 
 
 def test_nothing_said_is_everything() -> None:

@@ -12,7 +12,7 @@ from gradtrace_analyzer.diff.tolerances.amplification import (
     write_kinks,
     write_unsteady,
 )
-from support.differences import Row, Rows, paired, sides
+from support.synthetic_runs.differences import Row, Rows, paired, sides
 
 END = 1e18
 

@@ -10,7 +10,7 @@ import pytest
 
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.numerics.tolerance import Least, Rule
-from support.differences import Row, Rows, paired, run_of, sides
+from support.synthetic_runs.differences import Row, Rows, paired, run_of, sides
 
 UNIT = 2.0**-24
 # One layer with a weight of ten by ten, and outputs of a hundred numbers: sums of ten terms.

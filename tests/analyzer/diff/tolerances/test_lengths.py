@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from support.commands import asked
-from support.layered import Place, layered_run
+from support.answers.commands import asked
+from support.synthetic_runs.layer_chain import Place, layered_run
 
 COARSE: dict[str, Any] = {"layers": 8, "forward": 6e-2, "backward": 6e-2}
 STEPS = 6

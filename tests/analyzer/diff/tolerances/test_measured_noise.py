@@ -12,8 +12,8 @@ from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.diff.tolerances.noise import SCATTER, Noise, Repeats
 from gradtrace_analyzer.errors import NoRepeat
 from gradtrace_analyzer.runs.run import open_run
-from support.differences import Row, paired, run_of, sides
-from support.synthetic import build_run
+from support.synthetic_runs.builder import build_run
+from support.synthetic_runs.differences import Row, paired, run_of, sides
 
 Errors = dict[tuple[int, str], float]  # by step and module
 MODULES = ("a", "b", "c")

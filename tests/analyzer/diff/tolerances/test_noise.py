@@ -12,10 +12,10 @@ from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.errors import NoRepeat
 from gradtrace_analyzer.reports.diff.json_object import as_object
 from gradtrace_analyzer.runs.run import open_run
-from support.commands import asked
-from support.large import Sizes, build_large
-from support.layered import layered_run
-from support.synthetic import build_run
+from support.answers.commands import asked
+from support.synthetic_runs.builder import build_run
+from support.synthetic_runs.large import Sizes, build_large
+from support.synthetic_runs.layer_chain import layered_run
 
 # A repeat's noise is allowed four times, and a verdict rests on 1.5 times that (Nodes: 4 times).
 SURE, SURE_OF_NODES = 4 * 1.5, 4 * 4.0

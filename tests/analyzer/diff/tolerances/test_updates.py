@@ -10,7 +10,7 @@ import pytest
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.diff.tolerances.updates import is_plain
 from gradtrace_analyzer.numerics.tolerance import PASSED_ON, TURNED, UNJUDGED, UPDATED
-from support.differences import Row, Rows, paired, run_of, sides, views
+from support.synthetic_runs.differences import Row, Rows, paired, run_of, sides, views
 
 ROUNDED = 8 * 2.0**-24
 Pair = tuple[str, Row, Row]

@@ -9,7 +9,7 @@ import duckdb
 import pytest
 
 from gradtrace_analyzer.diff.tolerances.lengths import find_steady, write_usual
-from support.differences import Row, Rows, paired, sides
+from support.synthetic_runs.differences import Row, Rows, paired, sides
 
 
 def node(index: int, gain: float, *, step: int = 0, **more: Any) -> tuple[Row, Row]:

@@ -1,0 +1,1 @@
+"""What checks a device, and the host in a device's place."""

@@ -1,0 +1,1 @@
+"""Real jobs, in processes of their own: started, waited for, and gone when a call returns."""

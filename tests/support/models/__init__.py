@@ -1,0 +1,1 @@
+"""Models and autograd functions of a user's kind."""

@@ -1,0 +1,1 @@
+"""Jobs in the test's own process: recorded, read back, and compared with what they must be."""

@@ -1,0 +1,1 @@
+"""Damage and kills at random, for as long as they are asked for."""

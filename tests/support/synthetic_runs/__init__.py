@@ -1,0 +1,1 @@
+"""Runs built row by row, without torch, in which it is known what is wrong."""
