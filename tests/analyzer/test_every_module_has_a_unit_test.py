@@ -21,17 +21,20 @@ EXEMPT = {
     "reports": "texts: read whole, in tests/golden",
     "exports": "files: read back whole, by test_export.py",
     "progress": "for whoever waits, on stderr; no answer hangs on it, and nothing tests it yet",
-    "check": "laws are asked of rows that are broken in one place, through `check`: tests/analyzer/check",
+    "check.check": "through `check`: tests/analyzer/check",
+    "check.evidence": "through `check`: tests/analyzer/check",
+    "check.laws.birthplaces": "through the law of what is not finite: tests/analyzer/check/laws/test_finite.py",
+    "check.laws.deviations": "through the laws of a mean: tests/analyzer/check/laws/test_reductions.py",
+    "check.laws.mean": "through the laws of a mean: tests/analyzer/check/laws/test_reductions.py",
     "failures.phrases": "through `failures`: test_failures_command.py",
     "failures.under_way": "through `failures`: test_failures_command.py",
     "failures.waiting": "through `failures`: tests/whole/test_failures.py has the ranks that it is about",
-    "numerics.hook_promises": "through `check`: tests/analyzer/check/test_reductions.py",
+    "numerics.hook_promises": "through `check`: tests/analyzer/check/laws/test_reductions.py",
     "runs.flight": "through `open_run`: tests/whole/test_flight.py",
     "runs.journals": "through `open_run`: test_run.py",
     "runs.last_seen": "through `failures` and `repair`: test_failures_command.py, test_repair.py",
     "sql.inventory": "through `info`: test_info_command.py",
     "timing": "through `timing` of jobs whose times are made up: tests/analyzer/timing",
-    "words.places": "through the tallies of `diff`: test_tally.py, test_sieve.py",
 }
 
 
