@@ -16,13 +16,14 @@ import pyarrow as pa
 
 from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.difference import Change, Difference
-from gradtrace_analyzer.diff.links import LINK_TABLES, SIDES, TABLE_NAMES
+from gradtrace_analyzer.diff.links import LINK_TABLES, TABLE_NAMES
 from gradtrace_analyzer.diff.pairing.opening import Reading
 from gradtrace_analyzer.diff.pairing.pairs import differing, opened, opened_places, seen
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.runs.run import RankInfo, Run
 from gradtrace_analyzer.sql.footers import table_counts
+from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_schemas import ALL_TABLES, SCHEMA_VERSION, TABLES
 from gradtrace_schemas.table import SKETCH_LANES
 from support.synthetic_runs.builder import facts_of, part_rows

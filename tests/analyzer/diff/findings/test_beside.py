@@ -12,7 +12,7 @@ from gradtrace_analyzer.diff.findings.beside import equal_in_step, with_later, w
 from gradtrace_analyzer.diff.origin import Origin, Reached
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.scope.selection import Chosen
-from gradtrace_analyzer.sql.pipelines import Place
+from gradtrace_analyzer.sql.pipelines import StagePlace
 from support.synthetic_runs.differences import (
     bucket,
     call,
@@ -38,7 +38,7 @@ def origin(d: Difference, **more: Any) -> Origin:
         (origin(call("m", 1, root=1)), {0: "A", 1: ""}, "root 1"),
         (origin(call("m", 1, root=1)), {1: "Discriminator"}, None),  # the only one
         (origin(call("m", 1, root=2)), ROOTS, None),  # it was not called
-        (origin(call("m", 1, root=1), place=Place(0)), ROOTS, None),  # its stage tells
+        (origin(call("m", 1, root=1), place=StagePlace(0)), ROOTS, None),  # its stage tells
         (origin(loss(1)), ROOTS, None),
         (origin(group(1)), ROOTS, None),
     ],

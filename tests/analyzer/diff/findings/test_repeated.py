@@ -71,7 +71,10 @@ def test_first_node_that_receives_a_multiple_is_told_with_those_that_receive_the
         (ran(1, 1), ran(1, 2)),  # everything is the same
         (ran(1, 1), ran(1, 2, 2.0, thread=9)),  # another thread numbers its own Nodes
         (ran(1, 1), ran(1, 2, 2.0, node_name="Other")),
-        (ran(1, 1), ran(1, 2, 2.0, autograd_seq=7)),  # another of that name: it did not run before
+        (
+            ran(1, 1),
+            {**ran(1, 2, 2.0), "autograd_seq": 7},
+        ),  # another of that name: it did not run before
     ],
 )
 def test_no_node_is_told_without_a_multiple_beside_an_equal(again: tuple[Row, ...]) -> None:

@@ -360,7 +360,9 @@ def test_noise_that_comes_in_counts_too_where_an_origin_must_stand_out() -> None
 def staged(**more: Any) -> StageEdges:
     """Rank 0 holds stages 0 and 1, of roots 0 and 1: forwards end at 10 and 20, backwards at 30 and 40."""
     ends = [(10, 0, "forward"), (20, 1, "forward"), (30, 1, "backward"), (40, 0, "backward")]
-    actions = [(float(order), pipelines.Place(stage, 0, phase)) for order, stage, phase in ends]
+    actions = [
+        (float(order), pipelines.StagePlace(stage, 0, phase)) for order, stage, phase in ends
+    ]
     by_side = {(side, 0): actions for side in ("baseline", "candidate")}
     return StageEdges(by_side, {(0, 0): 0, (0, 1): 1}, more.get("sources", {}))
 

@@ -17,7 +17,7 @@ from gradtrace_analyzer.diff.origins.stage_edges import (
     stage_edges,
 )
 from gradtrace_analyzer.diff.scope.stages import Stages
-from gradtrace_analyzer.sql.pipelines import Place
+from gradtrace_analyzer.sql.pipelines import StagePlace
 from support.synthetic_runs.builder import summary_columns
 from support.synthetic_runs.differences import (
     action,
@@ -32,14 +32,14 @@ from support.synthetic_runs.differences import (
 )
 
 # Rank 0 holds stages 0 and 2, of roots 0 and 1; its actions end at these places.
-ENDS: Mapping[str, list[tuple[float, Place]]] = {
+ENDS: Mapping[str, list[tuple[float, StagePlace]]] = {
     "baseline": [
-        (10.0, Place(0, 0, "forward")),
-        (20.0, Place(2, 0, "forward")),
-        (30.0, Place(2, 0, "input")),
-        (40.0, Place(0, 1, "backward")),
+        (10.0, StagePlace(0, 0, "forward")),
+        (20.0, StagePlace(2, 0, "forward")),
+        (30.0, StagePlace(2, 0, "input")),
+        (40.0, StagePlace(0, 1, "backward")),
     ],
-    "candidate": [(50.0, Place(0, 5, "forward"))],
+    "candidate": [(50.0, StagePlace(0, 5, "forward"))],
 }
 EDGES = StageEdges(
     {(side, 0): own for side, own in ENDS.items()},
@@ -55,23 +55,29 @@ def origin(d: Difference, link: str | None = None, **more: Any) -> Origin:
 @pytest.mark.parametrize(
     ("row", "place"),
     [
-        (call("m", 5), Place(0, 0, "forward")),
-        (given(15, root=1), Place(2, 0, "forward")),
-        (node("m", 21, root=1), Place(2, 0, "input")),
-        (gradient("w", 31, "local"), Place(0, 1, "backward")),  # it has no microbatch of its own
-        (call("m", 5, microbatch=1), Place(0)),  # the action around is of another microbatch
-        (call("m", 45), Place(0)),  # no action ended after it
-        (gradient("w", 31, "final", root=1), Place(2)),  # it belongs to the stage, and to no action
-        (parameter("w", 5), Place(0)),
-        (action(2, 30, "backward_input", 4), Place(2, 4, "input")),
-        (call("m", 5, only_in="candidate", microbatch=5), Place(0, 5, "forward")),
-        (node(None, 5, root=None), Place(0, 0, "forward")),
+        (call("m", 5), StagePlace(0, 0, "forward")),
+        (given(15, root=1), StagePlace(2, 0, "forward")),
+        (node("m", 21, root=1), StagePlace(2, 0, "input")),
+        (
+            gradient("w", 31, "local"),
+            StagePlace(0, 1, "backward"),
+        ),  # it has no microbatch of its own
+        (call("m", 5, microbatch=1), StagePlace(0)),  # the action around is of another microbatch
+        (call("m", 45), StagePlace(0)),  # no action ended after it
+        (
+            gradient("w", 31, "final", root=1),
+            StagePlace(2),
+        ),  # it belongs to the stage, and to no action
+        (parameter("w", 5), StagePlace(0)),
+        (action(2, 30, "backward_input", 4), StagePlace(2, 4, "input")),
+        (call("m", 5, only_in="candidate", microbatch=5), StagePlace(0, 5, "forward")),
+        (node(None, 5, root=None), StagePlace(0, 0, "forward")),
         (parameter("w", 5, root=None), None),
         (parameter("w", 5, rank=1), None),
     ],
 )
 def test_row_lies_in_the_action_that_ended_after_it_or_in_its_stage(
-    row: Difference, place: Place | None
+    row: Difference, place: StagePlace | None
 ) -> None:
     assert EDGES.place(row) == place
 
@@ -124,12 +130,12 @@ def test_what_an_action_received_is_by_rank_stage_microbatch_and_way() -> None:
 def test_origin_is_placed_with_where_what_its_action_received_came_from() -> None:
     received = received_apart([action(2, 20, "forward", 0, reads=changed())])
     placed = EDGES.placed(origin(call("m", 15, root=1)), received)
-    assert (placed.place, placed.source) == (Place(2, 0, "forward"), (3, 1))
+    assert (placed.place, placed.source) == (StagePlace(2, 0, "forward"), (3, 1))
     assert EDGES.placed(origin(call("m", 15, root=1)), {}).source is None
     other_way = EDGES.placed(origin(node("m", 25, root=1)), received)
-    assert (other_way.place, other_way.source) == (Place(2, 0, "input"), None)
+    assert (other_way.place, other_way.source) == (StagePlace(2, 0, "input"), None)
     of_stage = EDGES.placed(origin(parameter("w", 1, root=1)), received)
-    assert (of_stage.place, of_stage.source) == (Place(2), None)
+    assert (of_stage.place, of_stage.source) == (StagePlace(2), None)
 
 
 def test_ranks_of_an_answer_are_the_candidates_where_stages_were_compared() -> None:
@@ -140,10 +146,10 @@ def test_ranks_of_an_answer_are_the_candidates_where_stages_were_compared() -> N
         origin(call("m", 5, rank=2)), ranks=(2, 3), source=(3, 1), reached=(reached,), place=None
     )
     told = on_ranks(found, stages)
-    assert (told.ranks, told.source, told.place) == ((7, 6), (6, 1), Place(0))
+    assert (told.ranks, told.source, told.place) == ((7, 6), (6, 1), StagePlace(0))
     assert [(r.rank, r.key["stage_index"]) for r in told.reached] == [(6, 1)]
     assert told.difference.key["backward_index"] is None  # it numbered microbatches
-    assert on_ranks(replace(found, place=Place(1, 4)), stages).place == Place(1, 4)
+    assert on_ranks(replace(found, place=StagePlace(1, 4)), stages).place == StagePlace(1, 4)
     assert on_ranks(found, None) is found and on_ranks(None, stages) is None
 
 
@@ -179,10 +185,10 @@ def test_edges_are_read_of_one_step() -> None:
     edges = stage_edges(connection, 1)
     assert edges is not None
     assert edges.actions["baseline", 0] == [
-        (1.0, Place(0, 0, "forward")),
-        (2.0, Place(0, 2, "backward")),
+        (1.0, StagePlace(0, 0, "forward")),
+        (2.0, StagePlace(0, 2, "backward")),
     ]
-    assert edges.actions["candidate", 1] == [(1.0, Place(1, 0, "forward"))]
+    assert edges.actions["candidate", 1] == [(1.0, StagePlace(1, 0, "forward"))]
     assert edges.stages == {(0, 0): 0, (1, 0): 1}
     assert edges.sources == {(1, 1, True): (0, 0), (0, 0, False): (1, 1)}
     assert stage_edges(connection, 1) == edges  # asked again it makes no table anew
