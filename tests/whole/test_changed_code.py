@@ -13,7 +13,7 @@ from torch import nn
 import gradtrace_analyzer.diff.pairing.opening as opening
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.diff.names.renames import rename_of
-from gradtrace_analyzer.diff.scope.selection import Chosen, chosen
+from gradtrace_analyzer.diff.scope.selection import Selection, chosen
 from gradtrace_analyzer.errors import BadRename
 from gradtrace_analyzer.reports.diff.json_object import as_object
 from gradtrace_analyzer.reports.diff.text import lines
@@ -127,7 +127,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return run
 
 
-def diff(a: Path, b: Path, *renames: str, chosen: Chosen | None = None) -> dict[str, Any]:
+def diff(a: Path, b: Path, *renames: str, chosen: Selection | None = None) -> dict[str, Any]:
     as_given = [rename_of(r) for r in renames]
     return as_object(compare(open_run(a), open_run(b), renames=as_given, chosen=chosen))
 

@@ -15,7 +15,7 @@ from gradtrace_analyzer.commands import (
     write_output,
 )
 from gradtrace_analyzer.diff.compare import compare
-from gradtrace_analyzer.diff.gate import ANY, Gate, exit_status, failing, gate_of
+from gradtrace_analyzer.diff.gate import ANY, Gate, exit_status, gate_failures, gate_of
 from gradtrace_analyzer.diff.names.renames import rename_of
 from gradtrace_analyzer.diff.scope.selection import CHOOSABLE, chosen
 from gradtrace_analyzer.errors import NoRepeat
@@ -139,10 +139,10 @@ def diff(
     times = compared_runs(*runs) if timing else None
     baseline_name, candidate_name = run_names(runs)
     names = (baseline_name, candidate_name)
-    failed = failing(found, limits)
+    failed = gate_failures(found, limits)
     if junit is not None:
         all_limits = limits or (Gate(ANY, 0.0),)
-        write_output(junit, junit_xml(found, names, all_limits, failing(found, all_limits)))
+        write_output(junit, junit_xml(found, names, all_limits, gate_failures(found, all_limits)))
     if format == "json":
         failures = {link: failure_words(one) for link, one in failed.items()}
         told = as_object(found) | ({"failing": failures} if limits else {})

@@ -12,15 +12,15 @@ from typing import Any
 
 import duckdb
 
-from gradtrace_analyzer.diff.code.structure import Parts, Structure, structure_of
+from gradtrace_analyzer.diff.code.structure import ModelNames, Structure, structure_of
 from gradtrace_analyzer.diff.difference import Difference, differences
 from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS
-from gradtrace_analyzer.diff.pairing.ignored_rows import excuse
-from gradtrace_analyzer.diff.pairing.opening import Opening, Reading
+from gradtrace_analyzer.diff.pairing.ignored_rows import ignore_rows
+from gradtrace_analyzer.diff.pairing.opening import RunPair, StepOpener
 from gradtrace_analyzer.diff.pairing.tally import merged_spread, steps_of
-from gradtrace_analyzer.diff.scope.selection import Chosen
+from gradtrace_analyzer.diff.scope.selection import Selection
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
-from gradtrace_analyzer.failures.failed_passes import Failure, one_sided_failures
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure, one_sided_failures
 from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_analyzer.words.places import whereabouts_sql
 
@@ -35,14 +35,14 @@ class Alignment:
     def __init__(
         self,
         connection: duckdb.DuckDBPyConnection,
-        reading: Reading,
+        reading: RunPair,
         ranks: Sequence[int],
         unread: Collection[tuple[str, int]] = (),
         *,
         unmatched: bool = True,
         tells_structure: bool = True,
         torn_ends: Mapping[str, Mapping[int, int]] | None = None,
-        chosen: Chosen | None = None,
+        chosen: Selection | None = None,
         judgement: Judgement | None = None,
     ) -> None:
         """`unread` are the (table, rank) of which one side has lost rows: they are left out.
@@ -55,7 +55,7 @@ class Alignment:
         self._connection = connection
         self._reading = reading
         self._ranks = ranks
-        self._chosen = chosen or Chosen()
+        self._chosen = chosen or Selection()
         self._judgement = judgement
         self._last: tuple[int, list[Difference]] | None = None
         self._crowd = 0
@@ -67,11 +67,11 @@ class Alignment:
         self._alone: dict[tuple[str, int, int], int] = {}  # by table, rank and step
         self._unmatched = unmatched
         self._torn_ends = torn_ends or {}
-        self._parts = Parts(connection)
-        self._failures: list[Failure] | None = None
+        self._parts = ModelNames(connection)
+        self._failures: list[OneSidedFailure] | None = None
         self._tells_structure = tells_structure
         self.structure = Structure()
-        self._opening = Opening(
+        self._opening = StepOpener(
             connection,
             reading,
             ranks,
@@ -79,11 +79,11 @@ class Alignment:
             self._clean,
             realigns=unmatched,
             chosen=self._chosen,
-            least=None if judgement is None else judgement.least,
+            lower_bound=None if judgement is None else judgement.lower_bound,
         )
 
     def _clean(self, is_whole: bool) -> int | None:
-        """Take out of the `differing_` tables what is no difference; `is_whole` as in `Opening`.
+        """Take out of the `differing_` tables what is no difference; `is_whole` as in `StepOpener`.
 
         Returns the first step of what is told although no row of it may be left.
         """
@@ -94,7 +94,7 @@ class Alignment:
                 f"WHERE only_in = 'baseline' AND {self._chosen.condition(table, 'key_')} GROUP BY rank, step"
             ).fetchall():
                 self._alone[table.table, place[0], place[1]] = count
-        excuse(connection, self._torn_ends, unmatched=self._unmatched)
+        ignore_rows(connection, self._torn_ends, unmatched=self._unmatched)
         judgement = self._judgement
         if judgement is not None:
             judgement.write()
@@ -116,7 +116,9 @@ class Alignment:
             )
         aside = judgement.aside if judgement is not None else []
         steps = [a.first_step for a in aside]
-        steps += [lone.first_step for lone in self.structure.lone if lone.first_step is not None]
+        steps += [
+            lone.first_step for lone in self.structure.one_sided if lone.first_step is not None
+        ]
         return min(steps, default=None)
 
     @property
@@ -339,7 +341,7 @@ class Alignment:
         key |= {"point": point} if point is not None else {}
         return Difference(table, rank, at, float(place), only_in, key)
 
-    def failures(self) -> list[Failure]:
+    def failures(self) -> list[OneSidedFailure]:
         """Exceptions that left a backward pass on one side alone."""
         chosen = self._chosen
         if chosen.modules or not chosen.wants_link("backward"):
@@ -350,7 +352,7 @@ class Alignment:
             if chosen.wants_rank(f.rank) and chosen.wants_step(f.step)
         ]
 
-    def _all_failures(self) -> list[Failure]:
+    def _all_failures(self) -> list[OneSidedFailure]:
         if self._failures is None:
             self._failures = one_sided_failures(self._connection)
         return self._failures

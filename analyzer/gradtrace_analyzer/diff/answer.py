@@ -1,8 +1,4 @@
-"""What a diff has found: the places where two runs part, what is inherited from them, and the verdict.
-
-Ranks meet only where gradients are reduced: a rank that first differs there has inherited it from one that
-differed before. Which rows are origins is told by `firsts` and `origins`.
-"""
+"""What a diff has found: the verdict, the places where two runs part, and what is told beside them."""
 
 from __future__ import annotations
 
@@ -10,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gradtrace_analyzer.diff.code.rewritten import Aside, Scaled
-from gradtrace_analyzer.diff.code.structure import Lone
-from gradtrace_analyzer.diff.divided.sums import Repartitioned
-from gradtrace_analyzer.diff.findings.repeated import Repeated
+from gradtrace_analyzer.diff.code.legal_changes import LossScale, SetAside
+from gradtrace_analyzer.diff.code.structure import OneSided
+from gradtrace_analyzer.diff.divided.part_sums import PartSums
+from gradtrace_analyzer.diff.findings.rerun_nodes import RerunNode
 from gradtrace_analyzer.diff.names.renames import Rename
 from gradtrace_analyzer.diff.origin import Origin
-from gradtrace_analyzer.diff.origins.chain_rows import Passage
+from gradtrace_analyzer.diff.origins.chain_rows import ChainRow
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.tolerances.noise import Noise
-from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from gradtrace_analyzer.numerics.tolerance import Rule
 
 Verdict = Literal["identical", "within_tolerance", "different", "incomparable"]
@@ -27,41 +23,51 @@ Verdict = Literal["identical", "within_tolerance", "different", "incomparable"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a diff has found. `equal` is what of the origins' step does not differ anywhere: ranks, links, modules;
-    `chain` the rows around the first origin, where these were asked for. `causes` are counts that explain its factor,
-    `deaths` sentences on what stopped a rank, where the first origin is what it did not come to do.
-
-    `unseen` is what lies in front of the origin and was not compared. `first_bits` is the first difference of
-    all, where the origin is only the first beyond tolerance. `failures` are the exceptions that left a backward
-    pass on one side alone, `first_nonfinite` the first value that is finite on one side alone, `repeated` the
-    Nodes that a pass of one side alone ran again, with a multiple of what arrived before. `renames` are those that
-    were applied, `likely_renames` what else names and shapes suggest; `causes` may explain the first origin's factor.
-    `rule` and `noise` are where the tolerances come from, `sums` what was compared where the work is divided
-    otherwise, `aside` the rows of one side alone that change nothing, `scaled` the loss scales that were divided out.
-    """
+    """What a diff has found: what `reports` make text and JSON of."""
 
     verdict: Verdict
+    # Why nothing can be said, where it is `incomparable`; else empty.
     reason: str
+    # Where the runs part, the first first; empty where they do not.
     origins: tuple[Origin, ...]
+    # What ranks without an origin of their own first inherit.
     inherited: tuple[Origin, ...]
     cover: Cover
+    # What is set otherwise, the most telling first: name, value on both sides, whether numbers may change by it.
     configuration: tuple[Mapping[str, Any], ...] = ()
-    structure: tuple[Lone, ...] = ()
+    # What one side alone has.
+    structure: tuple[OneSided, ...] = ()
+    # For each rank and link the first step that differs and where, how many rows do, the largest error.
     spread: tuple[Mapping[str, Any], ...] = ()
+    # Sentences that a person should know before they believe the answer.
     notes: tuple[str, ...] = ()
+    # What lies in front of the first origin and was not compared.
     unseen: tuple[str, ...] = ()
+    # The first difference of all, where the first origin is only the first beyond tolerance.
     first_bits: Origin | None = None
-    failures: tuple[Failure, ...] = ()
+    # Exceptions that left a backward pass on one side alone.
+    failures: tuple[OneSidedFailure, ...] = ()
+    # The first value that is finite on one side alone, where no origin says so.
     first_nonfinite: Origin | None = None
-    repeated: tuple[Repeated, ...] = ()
+    # Nodes that a pass of one side alone ran again, with a multiple of what arrived before.
+    repeated: tuple[RerunNode, ...] = ()
+    # Renames that were applied, and what else names and shapes suggest.
     renames: tuple[Rename, ...] = ()
     likely_renames: tuple[Rename, ...] = ()
+    # Recorded counts that may explain the first origin's factor, the likeliest first.
     causes: tuple[str, ...] = ()
+    # What of the origins' step differs nowhere: ranks, links, modules.
     equal: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    chain: tuple[Passage, ...] = ()
+    # The rows around the first origin, where these were asked for.
+    chain: tuple[ChainRow, ...] = ()
+    # What stopped a rank, where the first origin is what it did not come to do.
     deaths: tuple[str, ...] = ()
+    # Where the tolerances come from: the rule, or the noise that was measured.
     rule: Rule | None = None
     noise: Noise | None = None
-    sums: Repartitioned | None = None
-    aside: tuple[Aside, ...] = ()
-    scaled: tuple[Scaled, ...] = ()
+    # What was compared in place of rows, where the work is divided otherwise.
+    sums: PartSums | None = None
+    # Rows of one side alone that change nothing.
+    aside: tuple[SetAside, ...] = ()
+    # Loss scales that were divided out.
+    scaled: tuple[LossScale, ...] = ()

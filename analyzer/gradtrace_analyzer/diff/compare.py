@@ -10,16 +10,16 @@ import duckdb
 
 from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.answer import Answer, Verdict
-from gradtrace_analyzer.diff.code.rewritten import aside_sentence, scaled_sentence
-from gradtrace_analyzer.diff.code.structure import Lone, wants_lone
+from gradtrace_analyzer.diff.code.legal_changes import aside_sentence, scaled_sentence
+from gradtrace_analyzer.diff.code.structure import OneSided, wants_one_sided
 from gradtrace_analyzer.diff.difference import Change
 from gradtrace_analyzer.diff.divided.by_stage import arrange, scheduled_otherwise
 from gradtrace_analyzer.diff.divided.division import divisions, held_nowhere_else
-from gradtrace_analyzer.diff.divided.sums import Repartitioned, Sums
-from gradtrace_analyzer.diff.findings.beside import equal_in_step, with_later, with_root
+from gradtrace_analyzer.diff.divided.part_sums import PartSumComparison, PartSums
+from gradtrace_analyzer.diff.findings.annotations import equal_in_step, with_later_ranks, with_root
 from gradtrace_analyzer.diff.findings.factor_causes import likely_causes
-from gradtrace_analyzer.diff.findings.repeated import repeated
-from gradtrace_analyzer.diff.findings.replayed import replayed
+from gradtrace_analyzer.diff.findings.replays import replayed
+from gradtrace_analyzer.diff.findings.rerun_nodes import repeated
 from gradtrace_analyzer.diff.findings.skipped_batches import skipped_batches
 from gradtrace_analyzer.diff.findings.unseen import unseen_before
 from gradtrace_analyzer.diff.links import TABLE_NAMES
@@ -34,12 +34,12 @@ from gradtrace_analyzer.diff.notes import (
     rng_notes,
 )
 from gradtrace_analyzer.diff.origin import Origin
-from gradtrace_analyzer.diff.origins.firsts import by_rank
-from gradtrace_analyzer.diff.origins.firsts import firsts as firsts_of
+from gradtrace_analyzer.diff.origins.first_differences import by_rank
+from gradtrace_analyzer.diff.origins.first_differences import first_origins as firsts_of
 from gradtrace_analyzer.diff.origins.search import StepSearch
 from gradtrace_analyzer.diff.origins.stage_edges import on_ranks
-from gradtrace_analyzer.diff.origins.step_reader import Surroundings
-from gradtrace_analyzer.diff.pairing.opening import Reading
+from gradtrace_analyzer.diff.origins.step_reader import StepReader
+from gradtrace_analyzer.diff.pairing.opening import RunPair
 from gradtrace_analyzer.diff.scope.configuration import apart_in_configuration, changes_numbers
 from gradtrace_analyzer.diff.scope.cover import (
     Cover,
@@ -51,7 +51,7 @@ from gradtrace_analyzer.diff.scope.cover import (
     torn_ends,
 )
 from gradtrace_analyzer.diff.scope.limits import nothing_to_compare
-from gradtrace_analyzer.diff.scope.selection import Chosen
+from gradtrace_analyzer.diff.scope.selection import Selection
 from gradtrace_analyzer.diff.scope.stages import Stages
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.progress import progress
@@ -70,7 +70,7 @@ def compare(
     *,
     exact: bool = False,
     renames: Sequence[Rename] = (),
-    chosen: Chosen | None = None,
+    chosen: Selection | None = None,
     with_chain: bool = False,
     precision: str | None = None,
     repeats: Sequence[Run] = (),
@@ -83,7 +83,7 @@ def compare(
     further runs of the baseline, from which noise is measured. `precision` is that of matrix products on one side
     where no record tells it; `scale` multiplies the tolerances.
     """
-    wanted = chosen or Chosen()
+    wanted = chosen or Selection()
     runs = {"baseline": baseline, "candidate": candidate}
     ranks = sorted(filter(wanted.wants_rank, set(baseline.ranks) & set(candidate.ranks)))
     connection = connect_pair(baseline, candidate)
@@ -115,7 +115,7 @@ def _compared(
     ranks: Sequence[int],
     exact: bool,
     naming: Naming,
-    chosen: Chosen,
+    chosen: Selection,
     with_chain: bool,
     judgement: Judgement,
 ) -> Answer:
@@ -147,7 +147,7 @@ def _compared(
     )
     alignment = Alignment(
         connection,
-        Reading(
+        RunPair(
             runs,
             counts,
             are_arranged=stages is not None,
@@ -169,13 +169,13 @@ def _compared(
     configuration = apart_in_configuration(runs)
     failures = alignment.failures()
     structure = alignment.structure
-    wanted = [entry for entry in structure.lone if wants_lone(chosen, entry)]
+    wanted = [entry for entry in structure.one_sided if wants_one_sided(chosen, entry)]
     lone = held_nowhere_else(connection, runs, wanted)
     is_other_model = any(entry.has_parameters for entry in lone)
 
     @cache
-    def around(step: int) -> Surroundings:
-        return Surroundings(connection, cover, step)
+    def around(step: int) -> StepReader:
+        return StepReader(connection, cover, step)
 
     def answer(
         verdict: Verdict,
@@ -185,7 +185,7 @@ def _compared(
         inherited: Sequence[Origin] = (),
         notes: Sequence[str] = (),
         first_bits: Origin | None = None,
-        sums: Repartitioned | None = None,
+        sums: PartSums | None = None,
     ) -> Answer:
         spread = alignment.spread()
         step = origins[0].step if origins else None
@@ -194,12 +194,12 @@ def _compared(
         roots = {} if here is None else here.roots()
         origins = [
             _with_replays(connection, with_root(o, roots))
-            for o in (with_later(origins, spread) if origins and sums is None else origins)
+            for o in (with_later_ranks(origins, spread) if origins and sums is None else origins)
         ]
         died = deaths_of(runs) if origins else []
         is_undone = bool(origins) and _is_undone(origins[0])
         chain = (
-            here.passages(origins[0].difference, differences)
+            here.chain_rows(origins[0].difference, differences)
             if here and with_chain and sums is None
             else ()
         )
@@ -267,7 +267,9 @@ def _compared(
         )
     parts = divisions(connection, runs) if is_divided and not exact else None
     if parts is not None:
-        sums = Sums(connection, parts, judgement.rule, judgement.scale).compared(common)
+        sums = PartSumComparison(connection, parts, judgement.rule, judgement.scale).compared(
+            common
+        )
         if sums.step is None:
             return answer("within_tolerance", notes=notes, sums=sums)
         modules = {0: alignment.module_fqns(sums.step, min(ranks), 0)}
@@ -291,7 +293,7 @@ def _compared(
         return StepSearch(alignment, around(step), failures, common, exceeding=exceeding)
 
     search_first = search(step, exceeding=False)
-    firsts = search_first.firsts
+    first_origins = search_first.first_origins
     other_kernel = any(a.kind == "optimizer kernel" for a in judgement.aside)
     noisy = judgement.noise is not None and not judgement.noise.is_zero
     changed = (
@@ -301,23 +303,23 @@ def _compared(
         or bool(judgement.scaled)
         or noisy
     )
-    reproducible = not changed and _is_reproducible(alignment, common, step, firsts)
+    reproducible = not changed and _is_reproducible(alignment, common, step, first_origins)
     beyond = alignment.first_step(exceeding=True)
     if failed is not None and (beyond is None or failed < beyond):
         beyond = failed
     quiet = judgement.noise is not None and judgement.noise.is_zero and not changed
-    at_once = beyond == step and any(o.difference.exceeds for o in firsts if not o.code)
+    at_once = beyond == step and any(o.difference.exceeds for o in first_origins if not o.code)
     if exact or reproducible or quiet or at_once or is_other_model:
         origins, inherited = search_first.origins()
         return answer("different", origins=origins, inherited=inherited, notes=notes)
     if beyond is None:
-        return answer("within_tolerance", origins=firsts, notes=notes)
+        return answer("within_tolerance", origins=first_origins, notes=notes)
     origins, inherited = search(beyond, exceeding=True).origins()
     return answer(
         "different",
-        origins=origins or firsts,
+        origins=origins or first_origins,
         inherited=inherited,
-        first_bits=firsts[0],
+        first_bits=first_origins[0],
         notes=notes,
     )
 
@@ -372,9 +374,9 @@ def _is_reproducible(
     )
 
 
-def _lone_ranks(cover: Cover) -> list[Lone]:
+def _lone_ranks(cover: Cover) -> list[OneSided]:
     return [
-        Lone(kind="rank", name=str(rank), only_in=other_side(side), ranks=(rank,))
+        OneSided(kind="rank", name=str(rank), only_in=other_side(side), ranks=(rank,))
         for side, missing in cover.missing_ranks.items()
         for rank in missing
     ]

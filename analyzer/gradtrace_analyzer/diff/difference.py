@@ -12,7 +12,7 @@ from typing import Any
 from gradtrace_analyzer.diff.links import STATISTICS, LinkTable, link_of
 from gradtrace_analyzer.numerics.sketches import factor_between, relative_error
 
-# What tells that a value is too long or too short (`Change.told_by`): more than rounding makes it, or each time alike.
+# What tells that a value is too long or too short (`Change.shown_by`): more than rounding makes it, or each time alike.
 LENGTHS = ("length", "steady")
 
 # A larger factor, or a smaller one than its inverse, is of unrelated values, such as memory that was never written.
@@ -34,7 +34,7 @@ class Change:
     )
     # What tells where not its direction: its `length`, or the same length time after time (`steady`). Where the work
     # is divided otherwise nothing but `sums` over the parts was compared before it.
-    told_by: str | None = None
+    shown_by: str | None = None
 
     def is_apart(self, *, exceeding: bool) -> bool:
         """Whether it differs; with `exceeding`, by more than rounding."""
@@ -111,9 +111,9 @@ def differences(
                 ("baseline", statistics[role, "c"]),
             )
         ]
-        told_by = row[at["told_by"]] if role == "writes" else None
+        shown_by = row[at["shown_by"]] if role == "writes" else None
         return Change(
-            bool(differs), error, tolerance, sides[0], sides[1], row[at["noise"]], told_by
+            bool(differs), error, tolerance, sides[0], sides[1], row[at["noise"]], shown_by
         )
 
     found = []
@@ -158,7 +158,7 @@ def changed_gradient(values: Sequence[Any], is_equal: bool, d: Difference) -> Ch
         baseline=baseline,
         candidate=candidate,
         noise=whole.noise if whole is not None else None,
-        told_by=whole.told_by if whole is not None else None,
+        shown_by=whole.shown_by if whole is not None else None,
     )
 
 

@@ -42,7 +42,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class Failing:
+class GateFailure:
     """A link that failed: its largest relative error (None: no number, such as NaN or a missing row), and where:
     the words of a row that was only counted, or an origin, which reports say in theirs."""
 
@@ -55,7 +55,7 @@ class Failing:
 
 
 def gate_of(text: str) -> Gate:
-    """The gate that a person wrote. Raises BadGate."""
+    """The gate of a text such as `clip>=1e-3`. Raises BadGate for one without a link, a comparison or a number."""
     found = _WRITTEN.fullmatch(text)
     if found is None:
         raise BadGate(f"{text!r} is no threshold; write LINK>=X, such as 'clip>=1e-3' or 'any>=0'")
@@ -71,9 +71,9 @@ def gate_of(text: str) -> Gate:
     return Gate(link, at_least)
 
 
-def failing(answer: Answer, gates: Sequence[Gate]) -> dict[str, Failing]:
+def gate_failures(answer: Answer, gates: Sequence[Gate]) -> dict[str, GateFailure]:
     """The links with a difference at or above a gate, each with its worst; none where nothing can be compared."""
-    found: dict[str, Failing] = {}
+    found: dict[str, GateFailure] = {}
     for gate in gates if answer.verdict != "incomparable" else ():
         for one in _differences(answer, gate):
             if gate.covers(one.link) and (one.error is None or one.error >= gate.at_least):
@@ -82,37 +82,39 @@ def failing(answer: Answer, gates: Sequence[Gate]) -> dict[str, Failing]:
     return {link: found[link] for link in LINKS if link in found}
 
 
-def _together(a: Failing, b: Failing) -> Failing:
+def _together(a: GateFailure, b: GateFailure) -> GateFailure:
     worst = None if a.error is None or b.error is None else max(a.error, b.error)
     first = min((a, b), key=lambda one: -1 if one.step is None else one.step)
     ranks = tuple(sorted({*a.ranks, *b.ranks}))
     return replace(first, error=worst, ranks=ranks, place=first.place or a.place or b.place)
 
 
-def _differences(answer: Answer, gate: Gate) -> Iterator[Failing]:
+def _differences(answer: Answer, gate: Gate) -> Iterator[GateFailure]:
     """All that differs, by link and rank."""
     for entry in answer.configuration:
         if entry["changes_numbers"]:
-            yield Failing("configuration", gate, None, None, (), str(entry["name"]))
+            yield GateFailure("configuration", gate, None, None, (), str(entry["name"]))
     for e in answer.spread:
         error = None if e["unmeasured_count"] else e["largest_error"]
         if error is not None or e["unmeasured_count"]:
-            yield Failing(e["link"], gate, error, e["first_step"], (e["rank"],), e["place"] or "")
+            yield GateFailure(
+                e["link"], gate, error, e["first_step"], (e["rank"],), e["place"] or ""
+            )
     for lone in answer.structure:
         # Other code for the same numbers is no difference of values.
         if gate.link == ANY and lone.is_code and not lone.has_parameters:
             continue
-        yield Failing("structure", gate, None, lone.first_step, lone.ranks, lone.name)
+        yield GateFailure("structure", gate, None, lone.first_step, lone.ranks, lone.name)
     for o in answer.origins:
         if o.link in NO_ERROR or o.failure is not None:
-            yield Failing(o.link, gate, None, o.step, o.ranks, o.module_fqn or "")
+            yield GateFailure(o.link, gate, None, o.step, o.ranks, o.module_fqn or "")
         elif o.change is not None and o.change.factor is not None:
             # Known exactly, where the spread's errors are estimates.
             error = abs(o.change.factor - 1)
-            yield Failing(o.link, gate, error, o.step, o.ranks, o)
+            yield GateFailure(o.link, gate, error, o.step, o.ranks, o)
 
 
-def exit_status(answer: Answer, found: Mapping[str, Failing]) -> int:
+def exit_status(answer: Answer, found: Mapping[str, GateFailure]) -> int:
     """1 where something failed, 2 where nothing could be compared, else 0, whatever else differs."""
     if found:
         return 1

@@ -146,5 +146,7 @@ _BY_TABLE = {
 
 
 def link_of(table: str, point: str | None) -> str:
-    """The link that a row of a table stands for."""
+    """The link that a row of a table stands for; `point` is that of `parameters` and `gradients`, else None. Raises
+    KeyError.
+    """
     return _BY_TABLE.get(table) or _BY_POINT[(table, point or "")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gradtrace_analyzer.diff.align import Alignment
-from gradtrace_analyzer.diff.code.rewritten import Aside
+from gradtrace_analyzer.diff.code.legal_changes import SetAside
 from gradtrace_analyzer.diff.code.structure import Structure
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.failures.endings import endings
@@ -21,9 +21,9 @@ def compared_with_itself(runs: Mapping[str, Run]) -> list[str]:
     return ["Both sides are the same recording: it was compared with itself."]
 
 
-def counted_only(structure: Structure, aside: Sequence[Aside], count: int) -> list[str]:
+def counted_only(structure: Structure, aside: Sequence[SetAside], count: int) -> list[str]:
     """That what one side alone has is not told of all steps, where it is told, or was set `aside`."""
-    if not count or not (structure.lone or any(a.only_in != "both" for a in aside)):
+    if not count or not (structure.one_sided or any(a.only_in != "both" for a in aside)):
         return []
     which = counted(count, "more step")
     return [

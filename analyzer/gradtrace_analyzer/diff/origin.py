@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradtrace_analyzer.diff.code.structure import Lone
+from gradtrace_analyzer.diff.code.structure import OneSided
 from gradtrace_analyzer.diff.difference import Change, Difference
-from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from gradtrace_analyzer.sql.pipelines import StagePlace
 
 
@@ -24,79 +24,12 @@ class Reached:
 
     @classmethod
     def by(cls, d: Difference) -> Reached:
-        """That row."""
+        """That of the row in which the difference shows."""
         return cls(d.rank, d.step, d.link, d.key, d.bucket_index)
 
 
 @dataclass(frozen=True)
-class Origin:
-    """A place where two runs part: the link, its row, and the ranks on which it is the same place.
-
-    `between` is true where the row reads what already differs, though all before it agrees: then
-    `module_fqn` is the module whose own code lies between. `others` counts further rows that differ at once
-    (the other parameters of a changed set). `failure` is the exception that one side's backward pass ended
-    with, where that is the place. `positions` are those of the Node's `position_count` gradients that differ,
-    where not all do; `gradient_counts` their numbers on both sides where these differ. `aside` is a difference
-    before it in a forward that no backward pass followed, `rescaled` where its factor ends. `code` are the changes
-    of the code from which the place follows, the first of it being `follower`. In a pipeline, `place` is the action
-    that it is in, `source` the rank and stage that what it received came from, where that differs. `repeat_count` is
-    how often the same place shows it again, in other passes. `heirs` counts, by link, the rows that can have
-    inherited from it alone and from others too; `reached` is where each other rank first differs because of it.
-    `root_name` names its root module, where there are several. `rewritten` is a parameter of its module that was
-    changed between the step's first forward and its end by other code than the optimizer. `shares_input` is true
-    where another origin's module was called with the same tensor, and some gradients alone of both differ.
-    """
-
-    link: str
-    difference: Difference
-    ranks: tuple[int, ...]
-    module_fqn: str | None
-    change: Change | None
-    between: bool = False
-    other_count: int = 0
-    failure: Failure | None = None
-    positions: tuple[int, ...] = ()
-    position_count: int | None = None
-    gradient_counts: tuple[int, int] | None = None
-    aside: Difference | None = None
-    rescaled: Rescaled | None = None
-    replays: tuple[Replayed, ...] = ()
-    code: tuple[Lone, ...] = ()
-    follower: Difference | None = None
-    place: StagePlace | None = None
-    source: tuple[int, int] | None = None
-    repeat_count: int = 0
-    heirs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    reached: tuple[Reached, ...] = ()
-    root_name: str | None = None
-    rewritten: str | None = None
-    shares_input: bool = False
-
-    @property
-    def step(self) -> int:
-        """The step."""
-        return self.difference.step
-
-    @property
-    def node_name(self) -> str | None:
-        """The Node, where the link is one."""
-        name = self.difference.key.get("node_name")
-        return name if isinstance(name, str) else None
-
-    @property
-    def parameter_fqn(self) -> str | None:
-        """The parameter or buffer, where the link concerns one."""
-        name = self.difference.key.get("parameter_fqn")
-        return name if isinstance(name, str) else None
-
-    @property
-    def factor(self) -> float | None:
-        """f where candidate = f x baseline within noise."""
-        return self.change.factor if self.change is not None else None
-
-
-@dataclass(frozen=True)
-class Replayed:
+class Replay:
     """A Node that one side ran again.
 
     `equal` and `error` are of the very run that the origin names, None where that one was not repeated. It was
@@ -131,3 +64,72 @@ class Rescaled:
     def backward_index(self) -> int:
         """The pass in which it shows."""
         return int(self.difference.key["backward_index"])
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A place where two runs part: the link, its row, and the ranks on which it is the same place."""
+
+    link: str
+    difference: Difference
+    ranks: tuple[int, ...]
+    # The module that it lies in; where `between`, the one whose own code lies between what agrees and the row.
+    module_fqn: str | None
+    change: Change | None
+    # The row reads what already differs, though all before it agrees.
+    between: bool = False
+    # Further rows that differ at once: the other parameters of a changed set.
+    other_count: int = 0
+    # The exception that one side's backward pass ended with, where that is the place.
+    failure: OneSidedFailure | None = None
+    # Which of the Node's `position_count` gradients differ, where not all do; and how many there are on both sides,
+    # where that differs.
+    positions: tuple[int, ...] = ()
+    position_count: int | None = None
+    gradient_counts: tuple[int, int] | None = None
+    # A difference before it, in a forward that no backward pass followed.
+    aside: Difference | None = None
+    # Where its factor ends.
+    rescaled: Rescaled | None = None
+    # How its Node did when it was run again, for each side that did so.
+    replays: tuple[Replay, ...] = ()
+    # The changes of the code that it follows from, and the first row that does.
+    code: tuple[OneSided, ...] = ()
+    follower: Difference | None = None
+    # In a pipeline: the action that it is in; and the rank and stage that what it received came from, where it differs.
+    place: StagePlace | None = None
+    source: tuple[int, int] | None = None
+    # How often the same place shows it again, in other passes.
+    repeat_count: int = 0
+    # By link, the rows that can have inherited from it alone, and from others too.
+    inherited_counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    # Where each other rank first differs because of it.
+    reached: tuple[Reached, ...] = ()
+    # The class of its root module, where there are several roots.
+    root_name: str | None = None
+    # A parameter of its module that other code than the optimizer changed between the step's first forward and its end.
+    rewritten: str | None = None
+    # Another origin's module was called with the same tensor, and of both some gradients alone differ.
+    shares_input: bool = False
+
+    @property
+    def step(self) -> int:
+        """The step of the row that differs."""
+        return self.difference.step
+
+    @property
+    def node_name(self) -> str | None:
+        """The class of the autograd Node, such as `MmBackward0`; None where the row is of none."""
+        name = self.difference.key.get("node_name")
+        return name if isinstance(name, str) else None
+
+    @property
+    def parameter_fqn(self) -> str | None:
+        """The parameter or buffer, where the link concerns one."""
+        name = self.difference.key.get("parameter_fqn")
+        return name if isinstance(name, str) else None
+
+    @property
+    def factor(self) -> float | None:
+        """f where candidate = f x baseline within noise."""
+        return self.change.factor if self.change is not None else None

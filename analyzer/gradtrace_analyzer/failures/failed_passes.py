@@ -70,13 +70,13 @@ class FailedPass:
 
 
 @dataclass(frozen=True)
-class Failure(FailedPass):
+class OneSidedFailure(FailedPass):
     """A backward pass that ended with an exception on `side`, though the other side's did not."""
 
     side: str = "candidate"
 
 
-def one_sided_failures(connection: duckdb.DuckDBPyConnection) -> list[Failure]:
+def one_sided_failures(connection: duckdb.DuckDBPyConnection) -> list[OneSidedFailure]:
     """The failures of the steps that both sides recorded, in the order of steps and ranks.
 
     The connection must hold `baseline`, `candidate` and `common`, as `Alignment` leaves them.
@@ -85,7 +85,7 @@ def one_sided_failures(connection: duckdb.DuckDBPyConnection) -> list[Failure]:
     by_side = {side: failed_passes(connection, f"{side}.", both) for side in SIDES}
     places = {side: {_place(f) for f in passes} for side, passes in by_side.items()}
     found = [
-        Failure(**vars(with_reach(connection, f, f"{side}.")), side=side)
+        OneSidedFailure(**vars(with_reach(connection, f, f"{side}.")), side=side)
         for side, passes in by_side.items()
         for f in passes
         if _place(f) not in places[other_side(side)]

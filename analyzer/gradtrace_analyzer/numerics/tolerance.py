@@ -190,7 +190,7 @@ def share_of_update(error: npt.NDArray[np.float64], *, is_plain: bool) -> npt.ND
 
 
 @dataclass(frozen=True)
-class Least:
+class LowerBound:
     """The smallest tolerances that a rule can give with these sums and layers, whatever else a step shows.
 
     `scale` multiplies them; 0 where measured noise takes the rule's place, which may be none. `unit` is the unit

@@ -205,7 +205,7 @@ def test_first_row_that_changed_code_left_is_told_with_its_names() -> None:
         "new",
         1,
     )
-    assert aligned(views(rows)).structure.lone == ()
+    assert aligned(views(rows)).structure.one_sided == ()
 
 
 def test_failures_are_those_of_the_ranks_steps_and_links_that_were_asked_for() -> None:

@@ -164,7 +164,7 @@ def test_what_inherits_is_told_apart(
     _, answer = jobs.diff(wanted, 2)
     assert len(answer.origins) == count
     for link, counts in heirs.items():
-        assert answer.origins[0].heirs[link] == counts
+        assert answer.origins[0].inherited_counts[link] == counts
 
 
 def test_what_stayed_equal_is_named(jobs: Jobs) -> None:

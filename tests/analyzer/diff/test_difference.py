@@ -126,8 +126,8 @@ def test_rows_of_a_table_become_objects_with_both_sides() -> None:
     assert writes is not None and writes.baseline is not None and writes.candidate is not None
     assert (writes.baseline["norm"], writes.candidate["norm"]) == (4.0, 8.0)
     assert writes.error == 0.5 and writes.factor == pytest.approx(2.0)
-    assert (writes.tolerance, writes.noise, writes.told_by) == (0.25, "measured", "length")
-    assert pair.reads.told_by is None  # lengths tell of what leaves
+    assert (writes.tolerance, writes.noise, writes.shown_by) == (0.25, "measured", "length")
+    assert pair.reads.shown_by is None  # lengths tell of what leaves
     assert pair.exceeds and not lone.exceeds
     assert lone.only_in == "candidate" and lone.event_indices == (None, 8)
     assert lone.writes is not None and lone.writes.baseline is None
@@ -154,7 +154,7 @@ def _judged(connection: Any, table: str) -> None:
         )
     connection.execute(
         f"ALTER TABLE differing_{table} ADD COLUMN noise VARCHAR DEFAULT 'measured';"
-        f"ALTER TABLE differing_{table} ADD COLUMN told_by VARCHAR DEFAULT 'length';"
+        f"ALTER TABLE differing_{table} ADD COLUMN shown_by VARCHAR DEFAULT 'length';"
         f"ALTER TABLE differing_{table} ADD COLUMN beyond BOOLEAN;"
         f"UPDATE differing_{table} SET beyond = only_in IS NULL"
     )

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.diff.code.rewritten import Aside
-from gradtrace_analyzer.diff.code.structure import Lone, Structure
+from gradtrace_analyzer.diff.code.legal_changes import SetAside
+from gradtrace_analyzer.diff.code.structure import OneSided, Structure
 from gradtrace_analyzer.diff.notes import (
     abandoned,
     compared_with_itself,
@@ -20,7 +20,7 @@ from gradtrace_analyzer.diff.notes import (
 from gradtrace_analyzer.diff.origin import Origin
 from support.synthetic_runs.differences import Row, aligned, call, run_of, views
 
-LONE = Structure((Lone("node", "A", "candidate"),))
+LONE = Structure((OneSided("node", "A", "candidate"),))
 
 
 @pytest.mark.parametrize(
@@ -28,14 +28,14 @@ LONE = Structure((Lone("node", "A", "candidate"),))
     [
         (LONE, [], 1, ["of 1 more step what differs was counted."]),
         (LONE, [], 1200, ["of 1,200 more steps what differs was counted."]),
-        (Structure(), [Aside("node", "A", "candidate", 1, 0)], 2, ["of 2 more steps what differs was counted."]),
+        (Structure(), [SetAside("node", "A", "candidate", 1, 0)], 2, ["of 2 more steps what differs was counted."]),
         (LONE, [], 0, []),
         (Structure(), [], 3, []),  # nothing of one side alone is told
-        (Structure(), [Aside("optimizer kernel", "fused", "both", 1, 0)], 3, []),
+        (Structure(), [SetAside("optimizer kernel", "fused", "both", 1, 0)], 3, []),
     ],
 )  # fmt: skip
 def test_what_one_side_alone_has_was_looked_for_in_the_open_steps_only(
-    structure: Structure, aside: list[Aside], count: int, said: list[str]
+    structure: Structure, aside: list[SetAside], count: int, said: list[str]
 ) -> None:
     found = counted_only(structure, aside, count)
     assert len(found) == len(said) and all(s.endswith(e) for s, e in zip(found, said, strict=True))

@@ -31,7 +31,7 @@ TOLD_BY_VALUE = (
     "FINEST",
 )
 JUDGES = (
-    "diff/divided/sums.py",
+    "diff/divided/part_sums.py",
     "diff/divided/whole_values.py",
     "diff/pairing/lower_bound.py",
     "diff/pairing/pairs.py",

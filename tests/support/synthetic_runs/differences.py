@@ -17,7 +17,7 @@ import pyarrow as pa
 from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.diff.links import LINK_TABLES, TABLE_NAMES
-from gradtrace_analyzer.diff.pairing.opening import Reading
+from gradtrace_analyzer.diff.pairing.opening import RunPair
 from gradtrace_analyzer.diff.pairing.pairs import differing, opened, opened_places, seen
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
@@ -298,7 +298,7 @@ def aligned(
     both = runs or {side: run_of(ranks, name=side) for side in SIDES}
     counts = {side: table_counts(connection, side, TABLE_NAMES) for side in SIDES}
     judgement = Judgement(connection, both)
-    return Alignment(connection, Reading(both, counts), ranks, judgement=judgement, **options)
+    return Alignment(connection, RunPair(both, counts), ranks, judgement=judgement, **options)
 
 
 def cover(**more: Any) -> Cover:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 import duckdb
 
-from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from gradtrace_analyzer.words.nouns import SIDES
 
 # Share of the steps in which a Node must be there alone to count as other code and not as something that happened.
@@ -69,7 +69,7 @@ WHERE m.is_lone OR (e.of_table IS NOT NULL AND m.parameter_fqn IS NULL)
 def mark_code(
     connection: duckdb.DuckDBPyConnection,
     lone: Mapping[str, Mapping[str, Collection[str]]],
-    failures: Collection[Failure],
+    failures: Collection[OneSidedFailure],
 ) -> None:
     """Make `changed_code`: the unmatched rows of lone names, and those that are alone in all steps and ranks."""
     connection.execute(

@@ -14,13 +14,13 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.diff.code.changed_code import mark_code, take_out
-from gradtrace_analyzer.diff.scope.selection import Chosen
-from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.diff.scope.selection import Selection
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from gradtrace_analyzer.words.nouns import SIDES, other_side
 
 
 @dataclass(frozen=True)
-class Lone:
+class OneSided:
     """Something that one side alone has. `count` are its rows; `holds` counts what a module contains.
 
     `is_code` is true of what the code brings into every step; `is_compiled` of what the other side's compiled code
@@ -59,26 +59,26 @@ class Structure:
     `touched` are the modules inside which code was changed, `trained` those that hold what one side alone trains.
     """
 
-    lone: tuple[Lone, ...] = ()
+    one_sided: tuple[OneSided, ...] = ()
     places: Mapping[tuple[int, int], float] = field(default_factory=dict)
     touched: frozenset[str | None] = frozenset()
     trained: frozenset[str | None] = frozenset()
     compiled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
-    def code(self) -> tuple[Lone, ...]:
+    def code(self) -> tuple[OneSided, ...]:
         """The changes of the code, those of the model first."""
         return tuple(
-            sorted((e for e in self.lone if e.is_code), key=lambda e: not e.is_of_the_model)
+            sorted((e for e in self.one_sided if e.is_code), key=lambda e: not e.is_of_the_model)
         )
 
     @property
     def has_parameters(self) -> bool:
         """Whether one side has parameters alone: it is another model. They take random numbers, and they train."""
-        return any(e.has_parameters for e in self.lone)
+        return any(e.has_parameters for e in self.one_sided)
 
 
-class Parts:
+class ModelNames:
     """What there is on each side over all common steps: it is asked for once, whichever steps are opened."""
 
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
@@ -96,7 +96,7 @@ class Parts:
 
     @cached_property
     def classes(self) -> dict[str, dict[str, str]]:
-        """By side, the class of each module."""
+        """By side, module FQN to the class name of the module, over all steps of the run."""
         query = "SELECT module_fqn, any_value(module_class) FROM {}.module_calls GROUP BY 1"
         return {
             side: dict(self._connection.execute(query.format(side)).fetchall()) for side in SIDES
@@ -113,16 +113,16 @@ class Parts:
 
 def structure_of(
     connection: duckdb.DuckDBPyConnection,
-    parts: Parts,
-    failures: Collection[Failure] = (),
+    parts: ModelNames,
+    failures: Collection[OneSidedFailure] = (),
     *,
     proves_names: bool = False,
 ) -> Structure:
     """What one side alone has; the rows of changed code are taken out of `differing_node_events` and the like.
 
-    Reads what `Opening` has made: `common`, `unjudged` and the tables of differences. Rows that one side alone has are
-    known of the opened steps; those of modules and parameters of all. Where all steps that may differ are open and no
-    name is known to be of one side alone (`proves_names`), rows that all pair prove that there is none.
+    Reads what `StepOpener` has made: `common`, `unjudged` and the tables of differences. Rows that one side alone
+    has are known of the opened steps; those of modules and parameters of all. Where all steps that may differ are open
+    and no name is known to be of one side alone (`proves_names`), rows that all pair prove that there is none.
     """
     is_paired = not _has_unmatched(connection, _TELLING)
     if is_paired and proves_names and not _has_unmatched(connection, ("parameters",)):
@@ -132,7 +132,7 @@ def structure_of(
         return Structure()
     compiled = parts.compiled
     parts.make_callers()
-    found: list[Lone] = []
+    found: list[OneSided] = []
     for side in SIDES:
         found += _modules_and_parameters(side, parts, compiled[other_side(side)])
     lone = {
@@ -161,7 +161,7 @@ def structure_of(
     }
     take_out(connection)
     return Structure(
-        lone=(*found, *rest, *_happened(connection)),
+        one_sided=(*found, *rest, *_happened(connection)),
         places=places,
         touched=frozenset(touched),
         trained=frozenset(trained),
@@ -169,7 +169,7 @@ def structure_of(
     )
 
 
-def wants_lone(chosen: Chosen, entry: Lone) -> bool:
+def wants_one_sided(chosen: Selection, entry: OneSided) -> bool:
     """Whether what one side alone has is among what a person asked for."""
     links = _LINKS.get(entry.kind, ())
     if chosen.links and not any(chosen.wants_link(link) for link in links):
@@ -188,8 +188,8 @@ _LINKS = {
 }
 
 
-def as_object(entry: Lone) -> dict[str, Any]:
-    """The entry for a program."""
+def as_object(entry: OneSided) -> dict[str, Any]:
+    """The entry as the JSON of `analyzer diff` has it under `structure`; a key that does not apply is None."""
     return {
         "kind": entry.kind,
         "name": entry.name,
@@ -249,7 +249,9 @@ def _around(fqn: str | None) -> set[str | None]:
     return {".".join(parts[:n]) for n in range(len(parts) + 1)}
 
 
-def _modules_and_parameters(side: str, parts: Parts, compiled: Sequence[str]) -> list[Lone]:
+def _modules_and_parameters(
+    side: str, parts: ModelNames, compiled: Sequence[str]
+) -> list[OneSided]:
     """Modules and parameters that a side alone has, what is below a lone name with it."""
     own, others = parts.names[side], parts.names[other_side(side)]
     there: set[str] = set()
@@ -270,7 +272,7 @@ def _modules_and_parameters(side: str, parts: Parts, compiled: Sequence[str]) ->
             "parameters": sum(kind == "parameter" for kind, _ in held),
         }
         found.append(
-            Lone(
+            OneSided(
                 kind="module" if is_module else "parameter",
                 name=top,
                 only_in=side,
@@ -288,7 +290,7 @@ def _modules_and_parameters(side: str, parts: Parts, compiled: Sequence[str]) ->
 
 def _nodes_and_calls(
     connection: duckdb.DuckDBPyConnection, compiled: Mapping[str, tuple[str, ...]]
-) -> list[Lone]:
+) -> list[OneSided]:
     """Changed code inside modules that both sides have."""
     rows = connection.execute(
         "SELECT of_table, only_in, module_fqn, node_name, phase, count(*), list(DISTINCT rank ORDER BY rank), "
@@ -296,7 +298,7 @@ def _nodes_and_calls(
         "ORDER BY module_fqn, only_in, of_table, node_name"
     ).fetchall()
     return [
-        Lone(
+        OneSided(
             kind="node" if table == "node_events" else "call",
             name=name if table == "node_events" else fqn,
             only_in=side,
@@ -324,7 +326,7 @@ _HAPPENED = (
 )
 
 
-def _happened(connection: duckdb.DuckDBPyConnection) -> list[Lone]:
+def _happened(connection: duckdb.DuckDBPyConnection) -> list[OneSided]:
     """What one side alone has besides, over all steps: it stays a difference too."""
     found = []
     for kind, table, name, module in _HAPPENED:
@@ -335,7 +337,7 @@ def _happened(connection: duckdb.DuckDBPyConnection) -> list[Lone]:
             "WHERE only_in IS NOT NULL GROUP BY ALL ORDER BY min(step), min(place)"
         ).fetchall()
         found += [
-            Lone(kind, str(name), side, module, None, count, tuple(ranks), first, last, phase)
+            OneSided(kind, str(name), side, module, None, count, tuple(ranks), first, last, phase)
             for side, name, module, phase, count, ranks, first, last in rows
         ]
     return found

@@ -101,7 +101,7 @@ def arrange(connection: duckdb.DuckDBPyConnection) -> Stages:
 
 
 def _arranged(side: str) -> dict[str, str]:
-    """The query of each table."""
+    """Table name to the query that arranges its rows by stage and microbatch, for all tables that `diff` reads."""
     calls = (
         f"SELECT c.* {_placed(_FORWARD, is_of_microbatch=True)} FROM {side}.module_calls c "
         f"JOIN {side}_stages s USING (rank, root) JOIN {side}_begins b USING (rank, step) WHERE c.phase = 'forward' "

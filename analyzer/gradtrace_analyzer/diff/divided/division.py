@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.diff.code.structure import Lone
+from gradtrace_analyzer.diff.code.structure import OneSided
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.words.nouns import SIDES, other_side
 from gradtrace_analyzer.words.numbers import noun
@@ -64,8 +64,8 @@ def divisions(
 
 
 def held_nowhere_else(
-    connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Run], lone: Sequence[Lone]
-) -> list[Lone]:
+    connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Run], lone: Sequence[OneSided]
+) -> list[OneSided]:
     """Of what one side alone has on the ranks of both, all but the modules and parameters that the other side's
     further ranks hold: a pipeline's stages are the same model."""
     if set(runs["baseline"].ranks) == set(runs["candidate"].ranks):

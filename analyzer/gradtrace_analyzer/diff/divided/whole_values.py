@@ -13,7 +13,7 @@ from gradtrace_analyzer.numerics.sketches import relative_error
 SUMMED = ("numel", "norm", "abs_max", "sum", "nan_count", "inf_count")
 
 
-def whole(
+def whole_value(
     rows: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]]
 ) -> dict[str, Any] | None:
     """One parameter of a side: a replica, or the sum of its shards where that is the other side's size."""
@@ -41,7 +41,8 @@ def whole(
     }
 
 
-def held_against(a: Mapping[str, Any], b: Mapping[str, Any]) -> Change:
+def change_between(a: Mapping[str, Any], b: Mapping[str, Any]) -> Change:
+    """Two whole values of one name as a `Change` without a tolerance; without fingerprints they count as different."""
     differs = a["fingerprint"] is None or a["fingerprint"] != b["fingerprint"]
     return Change(differs, relative_error(a, b) if differs else 0.0, 0.0, a, b)
 

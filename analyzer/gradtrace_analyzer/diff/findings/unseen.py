@@ -29,10 +29,10 @@ def unseen_before(
         what
         for link, table, what in _HELD_IN
         if LINKS.index(link) < before
-        and not (cover.rows.get(table) and cover.chosen.wants_link(link))
+        and not (cover.rows.get(table) and cover.selection.wants_link(link))
     ]
     chosen = [setting(run, "modules") for run in runs.values()]
-    if any(chosen) or cover.chosen.modules:
+    if any(chosen) or cover.selection.modules:
         found.append("modules outside the filter")
     if origin.link not in LOCAL_LINKS:
         seen = set(cover.ranks)

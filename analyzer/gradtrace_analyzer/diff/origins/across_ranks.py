@@ -13,9 +13,9 @@ from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.links import LOCAL_LINKS
 from gradtrace_analyzer.diff.origins.chain import MetBucket, RankChain, way_of
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
-from gradtrace_analyzer.diff.origins.dependency_graph import Causes
+from gradtrace_analyzer.diff.origins.dependency_graph import DependencyGraph
 from gradtrace_analyzer.diff.origins.stage_edges import StageEdges
-from gradtrace_analyzer.diff.origins.step_facts import Circumstances
+from gradtrace_analyzer.diff.origins.step_facts import StepFacts
 
 # Names of Nodes whose gradients come from other ranks too.
 _COLLECTIVE_NODES = ("syncbatchnorm", "allreduce", "allgather", "reducescatter", "alltoall")
@@ -29,27 +29,27 @@ _CHANGED_TOGETHER = frozenset(
 def joined(
     rows: Mapping[int, Sequence[Difference]],
     dataflow: Dataflow,
-    circumstances: Circumstances,
+    step_facts: StepFacts,
     failed: Mapping[int, bool],
     edges: StageEdges | None = None,
     *,
     exceeding: bool,
-) -> Causes:
+) -> DependencyGraph:
     """The graph of each rank's rows, which must be in program order.
 
     A `failed` rank's rows all follow its first; where it is True, it failed while no Node ran: another rank may
     be the reason.
     """
-    causes = Causes()
+    graph = DependencyGraph()
     chains = []
     idle = []
     for rank, own in rows.items():
-        chain = RankChain(causes, rank, dataflow, circumstances, edges, exceeding=exceeding)
+        chain = RankChain(graph, rank, dataflow, step_facts, edges, exceeding=exceeding)
         if rank in failed:
-            first = causes.add(own[0])
+            first = graph.add(own[0])
             idle += [first] * failed[rank]
             for d in own[1:]:
-                causes.add(d, [first])
+                graph.add(d, [first])
             continue
         for d in own:
             chain.look_ahead(d)
@@ -57,17 +57,17 @@ def joined(
             chain.add(d)
         chains.append(chain)
     if edges is not None:
-        _through_stages(causes, chains, edges)
-    _through_buckets(causes, chains)
-    _through_collectives(causes, chains, circumstances, exceeding)
-    _through_unseen(causes, chains, circumstances, circumstances.is_whole and not failed)
+        _through_stages(graph, chains, edges)
+    _through_buckets(graph, chains)
+    _through_collectives(graph, chains, step_facts, exceeding)
+    _through_unseen(graph, chains, step_facts, step_facts.is_whole and not failed)
     for v in idle:
-        causes.feeders[v] |= {other for other in causes.origins() if other not in idle}
-    _in_groups(causes)
-    return causes
+        graph.feeders[v] |= {other for other in graph.origins() if other not in idle}
+    _in_groups(graph)
+    return graph
 
 
-def _through_stages(causes: Causes, chains: Sequence[RankChain], edges: StageEdges) -> None:
+def _through_stages(graph: DependencyGraph, chains: Sequence[RankChain], edges: StageEdges) -> None:
     """What an action received has come from the neighbour's, where that sent something else too."""
     sent = {(chain.rank, *place): v for chain in chains for place, v in chain.sent.items()}
     for chain in chains:
@@ -76,10 +76,10 @@ def _through_stages(causes: Causes, chains: Sequence[RankChain], edges: StageEdg
             if source is not None:
                 other = sent.get((*source, d.key["microbatch"], way_of(d)))
                 if other is not None:
-                    causes.feeders[v].add(other)
+                    graph.feeders[v].add(other)
 
 
-def _through_buckets(causes: Causes, chains: Sequence[RankChain]) -> None:
+def _through_buckets(graph: DependencyGraph, chains: Sequence[RankChain]) -> None:
     met: dict[tuple[str, ...], list[MetBucket]] = {}
     for chain in chains:
         for bucket in chain.buckets:
@@ -91,34 +91,34 @@ def _through_buckets(causes: Causes, chains: Sequence[RankChain]) -> None:
     for together in met.values():
         given = [bucket for bucket in together if bucket.before is not None]
         for bucket in together:
-            causes.feeders[bucket.after] |= {
+            graph.feeders[bucket.after] |= {
                 other.before for other in given if other is not bucket and other.before is not None
             }
 
 
 def _through_collectives(
-    causes: Causes, chains: Sequence[RankChain], known: Circumstances, exceeding: bool
+    graph: DependencyGraph, chains: Sequence[RankChain], known: StepFacts, exceeding: bool
 ) -> None:
     """Calls and Nodes that gave another value from equal ones, where another rank put another value in."""
     tables = ("module_calls", "node_events")
     reading: dict[tuple[object, ...], list[tuple[int, int]]] = {}
     for chain in chains:
         for v in chain.waiting:
-            d = causes.rows[v]
+            d = graph.rows[v]
             if d is None or d.table not in tables or d.reads is None:
                 continue
             if d.reads.is_apart(exceeding=exceeding):
                 reading.setdefault(_same_on_ranks(d), []).append((d.rank, v))
     for chain in chains:
         for v in chain.waiting:
-            d = causes.rows[v]
-            if d is None or d.table not in tables or causes.feeders[v]:
+            d = graph.rows[v]
+            if d is None or d.table not in tables or graph.feeders[v]:
                 continue
             name = str(d.key.get("node_name", "")).lower().replace("_", "")
             talks = (d.key["root"], d.key["module_fqn"]) in known.collective or any(
                 word in name for word in _COLLECTIVE_NODES
             )
-            causes.feeders[v] |= {
+            graph.feeders[v] |= {
                 other
                 for rank, other in reading.get(_same_on_ranks(d), ())
                 if rank != d.rank
@@ -127,7 +127,7 @@ def _through_collectives(
 
 
 def _through_unseen(
-    causes: Causes, chains: Sequence[RankChain], known: Circumstances, is_whole: bool
+    graph: DependencyGraph, chains: Sequence[RankChain], known: StepFacts, is_whole: bool
 ) -> None:
     """What only ranks together can change, where nothing recorded explains it and another rank differed before.
 
@@ -135,15 +135,15 @@ def _through_unseen(
     """
     local: dict[int, int] = {}
     reduced = set()
-    for v, row in enumerate(causes.rows):
+    for v, row in enumerate(graph.rows):
         if row is not None and (row.link in LOCAL_LINKS or row.only_in is not None):
             local.setdefault(row.rank, v)
         if row is not None and row.link in ("bucket", "reduced_gradient"):
             reduced.add(row.rank)
     for chain in chains:
         for v in chain.waiting:
-            d = causes.rows[v]
-            if d is None or causes.feeders[v] or d.link in LOCAL_LINKS or d.values:
+            d = graph.rows[v]
+            if d is None or graph.feeders[v] or d.link in LOCAL_LINKS or d.values:
                 continue
             if d.table == "buckets" and is_whole:
                 continue
@@ -152,14 +152,14 @@ def _through_unseen(
                     continue
             elif d.table != "buckets" and d.rank in reduced | set(local):
                 continue
-            causes.feeders[v] |= {other for rank, other in local.items() if rank != d.rank}
+            graph.feeders[v] |= {other for rank, other in local.items() if rank != d.rank}
 
 
-def _in_groups(causes: Causes) -> None:
+def _in_groups(graph: DependencyGraph) -> None:
     """Let what one cause changes many of follow the first of its kind: parameters, reduced gradients, settings."""
-    firsts: dict[tuple[object, ...], int] = {}
-    for v in causes.origins():
-        d = causes.rows[v]
+    first_origins: dict[tuple[object, ...], int] = {}
+    for v in graph.origins():
+        d = graph.rows[v]
         if d is None or d.link not in _CHANGED_TOGETHER:
             continue
         if d.only_in is not None and d.link != "carried_gradient":
@@ -169,9 +169,9 @@ def _in_groups(causes: Causes) -> None:
             kind += (d.key["microbatch"], d.key["root"], d.key["call_index"])
         if d.table == "buckets" and d.reads is not None and d.reads.differs:
             continue
-        first = firsts.setdefault(kind, v)
+        first = first_origins.setdefault(kind, v)
         if first != v:
-            causes.feeders[v].add(first)
+            graph.feeders[v].add(first)
 
 
 def _same_on_ranks(d: Difference) -> tuple[object, ...]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from gradtrace_analyzer.diff.difference import Change, Difference, settings_apart
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
-from gradtrace_analyzer.diff.origins.dependency_graph import Causes
-from gradtrace_analyzer.diff.origins.handed_on import Trail
+from gradtrace_analyzer.diff.origins.dependency_graph import DependencyGraph
+from gradtrace_analyzer.diff.origins.producers import Producers
 from gradtrace_analyzer.diff.origins.stage_edges import StageEdges
-from gradtrace_analyzer.diff.origins.step_facts import Circumstances
+from gradtrace_analyzer.diff.origins.step_facts import StepFacts
 
 # A second origin among differences of rounding must stand out by what 4 lanes of a sketch can tell.
 _STANDS_OUT = 4
@@ -39,22 +39,22 @@ class RankChain:
 
     def __init__(
         self,
-        causes: Causes,
+        graph: DependencyGraph,
         rank: int,
         dataflow: Dataflow,
-        circumstances: Circumstances,
+        step_facts: StepFacts,
         edges: StageEdges | None = None,
         *,
         exceeding: bool,
     ) -> None:
         self.rank = rank
-        self._causes = causes
+        self._graph = graph
         self._rank = rank
         self._edges = edges
         self._dataflow = dataflow
-        self._known = circumstances
+        self._known = step_facts
         self._exceeding = exceeding
-        self._trail = Trail(dataflow, exceeding=exceeding)
+        self._producers = Producers(dataflow, exceeding=exceeding)
         self._first_drawn: list[int] = []
         self._accumulating: dict[tuple[object, ...], Difference] = {}
         self.waiting: list[int] = []
@@ -64,12 +64,12 @@ class RankChain:
         self.sent: dict[tuple[object, object, str], int] = {}
 
     def add(self, d: Difference) -> int:
-        """The row's vertex."""
+        """Add the next row of the rank, in program order, and return its vertex in the graph."""
         before = self._before()
         if id(d) in self._carried:
             v = self._carried[id(d)]
         elif d.only_in is not None and d.link != "carried_gradient":
-            v = self._causes.add(d, before)
+            v = self._graph.add(d, before)
             self._join(v, "structure")
             if d.table in ("module_calls", "node_events"):
                 self._join_module(v, d)
@@ -97,10 +97,10 @@ class RankChain:
         else:
             # A schedule may look at the loss; what else an optimizer is set to depends on no tensor.
             depends = set(settings_apart(d.values)) <= {"learning_rate"}
-            v = self._causes.add(d, self._so_far("losses") if depends else ())
+            v = self._graph.add(d, self._so_far("losses") if depends else ())
             self._join(v, "groups")
-        if self._known.is_filtered and not self._causes.feeders[v]:
-            self._causes.feeders[v] |= set(before)
+        if self._known.is_filtered and not self._graph.feeders[v]:
+            self._graph.feeders[v] |= set(before)
         self._join(v, "any")
         self._join_place(v, d, "in action")
         return v
@@ -109,10 +109,10 @@ class RankChain:
         return self._so_far("any")
 
     def _so_far(self, *scope: object) -> list[int]:
-        return self._causes.so_far(self._rank, *scope)
+        return self._graph.so_far(self._rank, *scope)
 
     def _join(self, v: int, *scope: object) -> None:
-        self._causes.join(v, self._rank, *scope)
+        self._graph.join(v, self._rank, *scope)
 
     def _is_apart(self, change: Change | None) -> bool:
         return change is not None and change.is_apart(exceeding=self._exceeding)
@@ -121,7 +121,7 @@ class RankChain:
         root, name = d.key["root"], str(d.key["parameter_fqn"])
         owner = name.rpartition(".")[0]
         if d.key["point"] == "before":
-            v = self._causes.add(d)
+            v = self._graph.add(d)
             for around in enclosing(owner):
                 self._join(v, "parameters in", root, around)
             self._join(v, "own parameters", root, owner)
@@ -135,19 +135,19 @@ class RankChain:
         ]
         if not feeders and self._rank not in self._known.untouched:
             feeders = self._so_far("gradients")
-        v = self._causes.add(d, feeders)
+        v = self._graph.add(d, feeders)
         self.waiting.append(v)
         return v
 
     def _input(self, d: Difference) -> int:
         root, microbatch = d.key["root"], d.key["microbatch"]
-        feeders = self._trail.sources(d) or [
+        feeders = self._producers.producers_of(d) or [
             *self._so_far("forward"),
             *self._received(d, "forward"),
         ]
-        v = self._causes.add(d, feeders)
+        v = self._graph.add(d, feeders)
         self._join(v, "inputs", microbatch, root)
-        self._trail.leave(v, d)
+        self._producers.add_outputs(v, d)
         return v
 
     def _call(self, d: Difference) -> int:
@@ -155,8 +155,8 @@ class RankChain:
         feeders: list[int] = []
         reads, writes = self._is_apart(d.reads), self._is_apart(d.writes)
         if reads:
-            feeders = self._trail.sources(d)
-            if not feeders and not self._trail.is_changed_on_the_way(d):
+            feeders = self._producers.producers_of(d)
+            if not feeders and not self._producers.is_changed_on_the_way(d):
                 feeders = [
                     *self._so_far("calls", microbatch, root),
                     *self._so_far("inputs", microbatch, root),
@@ -177,11 +177,11 @@ class RankChain:
             if not reads and not feeders:
                 feeders = self._drawn_before(d)
         feeders = feeders or self._hardly(d)
-        v = self._causes.add(d, feeders)
+        v = self._graph.add(d, feeders)
         self.waiting.append(v)
         if writes and not feeders and not self._first_drawn:
             self._first_drawn = [v]
-        self._trail.leave(v, d)
+        self._producers.add_outputs(v, d)
         self._join_module(v, d)
         self._join(v, "calls", microbatch, root)
         self._join(v, "forward")
@@ -200,11 +200,11 @@ class RankChain:
     def _pass(self, d: Difference) -> int:
         index = d.key["backward_index"]
         if "ddp_sync" in d.values:
-            v = self._causes.add(d)
+            v = self._graph.add(d)
             self._join(v, "sync", index)
             self._join(v, "syncs")
             return v
-        v = self._causes.add(
+        v = self._graph.add(
             d, [*self._so_far("forward"), *self._so_far("noted"), *self._so_far("structure")]
         )
         self._join(v, "loss", index)
@@ -223,11 +223,11 @@ class RankChain:
         if not accumulates:
             feeders += self._saved(d)
         feeders = feeders or self._half_done(d) or self._hardly(d)
-        v = self._causes.add(d, feeders)
+        v = self._graph.add(d, feeders)
         if _gave_another_size(d):
             self._join_place(v, d, "half done")
         self.waiting.append(v)
-        self._trail.leave(v, d)
+        self._producers.add_outputs(v, d)
         self._join(v, "nodes", index)
         for numel in {moved.numel for moved in self._dataflow.left(d)}:
             self._join(v, "nodes", index, numel)
@@ -240,8 +240,8 @@ class RankChain:
 
     def _arriving(self, d: Difference) -> list[int]:
         """Where the gradients that came into a Node can have come from."""
-        feeders = self._trail.sources(d)
-        if feeders or self._trail.is_changed_on_the_way(d):
+        feeders = self._producers.producers_of(d)
+        if feeders or self._producers.is_changed_on_the_way(d):
             return feeders
         index = d.key["backward_index"]
         for numel in {moved.numel for moved in self._dataflow.arrived(d)}:
@@ -271,7 +271,7 @@ class RankChain:
         root, name, point = d.key["root"], d.key["parameter_fqn"], d.key["point"]
         feeders: list[int] = []
         if point == "carried":
-            v = self._causes.add(d)
+            v = self._graph.add(d)
         elif point == "local":
             feeders = [
                 *self._so_far("accumulated", root, name),
@@ -287,7 +287,7 @@ class RankChain:
                 # Between two passes one call clears or changes .grad of many parameters.
                 feeders = self._so_far("between passes", d.key["backward_index"])
             alone = not feeders
-            v = self._causes.add(d, feeders)
+            v = self._graph.add(d, feeders)
             if alone and d.key["backward_index"]:
                 self._join(v, "between passes", d.key["backward_index"])
             self._join(v, "local of", d.key["backward_index"], root, name)
@@ -295,11 +295,11 @@ class RankChain:
             feeders = self._so_far("reduced from", root, name)
             if not feeders and (self._rank, root, name) not in self._known.bucketed:
                 feeders = self._so_far("gradient", root, name)
-            v = self._causes.add(d, feeders)
+            v = self._graph.add(d, feeders)
             self.waiting.append(v)
         else:
             feeders = self._so_far("gradient", root, name) or self._so_far("gradients")
-            v = self._causes.add(d, feeders or self._so_far("syncs"))
+            v = self._graph.add(d, feeders or self._so_far("syncs"))
             self.waiting.append(v)
         self._join(v, "gradient", root, name)
         self._join(v, "gradients")
@@ -315,8 +315,8 @@ class RankChain:
                 feeders += self._so_far("gradient", d.key["root"], name)
                 feeders += self._so_far("accumulated", d.key["root"], name)
             feeders += self._so_far("sync", d.key["backward_index"])
-        v = self._causes.add(d, feeders)
-        out = self._causes.add(d, [v]) if reads else v
+        v = self._graph.add(d, feeders)
+        out = self._graph.add(d, [v]) if reads else v
         self.buckets.append(MetBucket(d, v if reads else None, out))
         if not reads:
             self.waiting.append(v)
@@ -330,7 +330,7 @@ class RankChain:
         feeders = [*self._so_far("received", *place, way), *self._so_far("in action", *place, way)]
         if not feeders:
             feeders = self._so_far("forward" if way == "forward" else "any")
-        v = self._causes.add(d, feeders)
+        v = self._graph.add(d, feeders)
         if self._is_apart(d.writes):
             self.sent[(*place, way)] = v
         return v
@@ -369,7 +369,7 @@ class RankChain:
             return
         # What an action received comes before all that ran in it.
         if self._is_apart(d.reads) and d.only_in is None:
-            v = self._causes.add(d)
+            v = self._graph.add(d)
             self.received.append((d, v))
             self._join(v, "received", d.key["stage_index"], d.key["microbatch"], way_of(d))
             self._join(v, "received", way_of(d))

@@ -20,7 +20,7 @@ _WAYS = {
 
 
 @dataclass(frozen=True)
-class Passage:
+class ChainRow:
     """One tensor (or number) that goes into or out of a row, by its norm on both sides.
 
     `error` is 0 where both are equal bit for bit, None where there is no number for it. `is_origin` marks the
@@ -39,13 +39,13 @@ class Passage:
     only_in: str | None = None
 
 
-def passages(
+def chain_rows(
     connection: duckdb.DuckDBPyConnection,
     origin: Difference,
     differences: Sequence[Difference],
     before: int,
     after: int,
-) -> list[Passage]:
+) -> list[ChainRow]:
     """The origin's rank in its step: so many rows before it and after it, in program order."""
     apart = {_place(d.table, d.key): d for d in differences if d.rank == origin.rank}
     rows: list[tuple[float, LinkTable, Mapping[str, Any]]] = []
@@ -65,13 +65,13 @@ def passages(
         rows[max(0, at - before) : at + after + 1], max(0, at - before)
     ):
         differing = apart.get(_place(table.table, row))
-        found += list(_passages(origin.rank, table, row, differing, n == found_at))
+        found += list(_chain_rows(origin.rank, table, row, differing, n == found_at))
     return found
 
 
-def _passages(
+def _chain_rows(
     rank: int, table: LinkTable, row: Mapping[str, Any], d: Difference | None, is_origin: bool
-) -> Iterator[Passage]:
+) -> Iterator[ChainRow]:
     link = link_of(table.table, row.get("point"))
     key = {name: row.get(name) for name in table.key}
     only_in = None if d is None else d.only_in
@@ -83,18 +83,18 @@ def _passages(
             continue
         way = ways[0] if role == "reads" else ways[1]
         if change is None:
-            yield Passage(rank, link, key, way, norm, norm, 0.0, None, is_origin)
+            yield ChainRow(rank, link, key, way, norm, norm, 0.0, None, is_origin)
             continue
         a = None if change.baseline is None else change.baseline["norm"]
         b = None if change.candidate is None else change.candidate["norm"]
         error = change.error if change.differs else 0.0
         if (a, b) != (None, None):
-            yield Passage(rank, link, key, way, a, b, error, change.tolerance, is_origin, only_in)
+            yield ChainRow(rank, link, key, way, a, b, error, change.tolerance, is_origin, only_in)
     if "loss" in table.values and row.get("loss") is not None:
         a, b = (row["loss"], row["loss"]) if d is None else d.values.get("loss", (row["loss"],) * 2)
         size = max(abs(a or 0.0), abs(b or 0.0))
         error = None if a is None or b is None else abs(a - b) / size if size else 0.0
-        yield Passage(rank, link, key, "is", a, b, error, None, is_origin, only_in)
+        yield ChainRow(rank, link, key, "is", a, b, error, None, is_origin, only_in)
 
 
 def _rows(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from gradtrace_analyzer.diff.difference import Difference
 
 
-class Causes:
+class DependencyGraph:
     """Vertices are numbered as they come; those that are no row stand for a scope."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Causes:
         self._scopes: dict[tuple[object, ...], int] = {}
 
     def add(self, row: Difference | None, feeders: Iterable[int] = ()) -> int:
-        """A new vertex, fed by others."""
+        """Add a vertex that may have inherited from the vertices `feeders`; returns its number. A scope has no row."""
         self.rows.append(row)
         self.feeders.append(set(feeders))
         return len(self.rows) - 1
@@ -36,7 +36,7 @@ class Causes:
         self._scopes[scope] = vertex if known is None else self.add(None, (known, vertex))
 
     def origins(self) -> list[int]:
-        """The rows that nothing feeds."""
+        """The vertices of rows that nothing feeds, in the order in which they were added."""
         return [v for v, row in enumerate(self.rows) if row is not None and not self.feeders[v]]
 
     def ancestors(self, numbers: Mapping[int, int]) -> list[int]:

@@ -16,27 +16,27 @@ from gradtrace_analyzer.diff.origin import Origin
 
 
 @dataclass(frozen=True)
-class Split:
+class CodeSplit:
     """The differences of a step by whether they follow from changed code."""
 
     others: list[Difference]
     following: list[Difference]
 
 
-def split(
+def split_by_code(
     differences: Sequence[Difference],
     structure: Structure,
     rng_ranks: Collection[int],
     *,
     exceeding: bool,
     is_proven: bool,
-) -> Split:
+) -> CodeSplit:
     """`rng_ranks` are those whose generators stand elsewhere at the step's start.
 
     `is_proven` says that steps before this one agreed although the code was changed there too: what differs now does so
     for another reason, if no parameter of the changed code may have moved meanwhile.
     """
-    found = Split([], [])
+    found = CodeSplit([], [])
     spreads = not is_proven or structure.has_parameters
     changed = structure.trained if is_proven else structure.touched
     for rank in sorted({d.rank for d in differences}):
@@ -79,7 +79,7 @@ def origin_of_code(
 def _split_rank(
     own: Sequence[Difference],
     structure: Structure,
-    found: Split,
+    found: CodeSplit,
     *,
     draws: bool,
     exceeding: bool,

@@ -10,43 +10,43 @@ from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.origin import Origin, Reached
 from gradtrace_analyzer.diff.origins.across_ranks import joined
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
-from gradtrace_analyzer.diff.origins.dependency_graph import Causes
+from gradtrace_analyzer.diff.origins.dependency_graph import DependencyGraph
 from gradtrace_analyzer.diff.origins.stage_edges import StageEdges
-from gradtrace_analyzer.diff.origins.step_facts import Circumstances
+from gradtrace_analyzer.diff.origins.step_facts import StepFacts
 
 # Its place in the answer, its vertex, the origin.
-Found = tuple[tuple[Any, ...], int, Origin]
+Numbered = tuple[tuple[Any, ...], int, Origin]
 # An origin told from the rows of a rank that begin with it.
-Told = Callable[[int, list[Difference]], Origin]
+OriginOf = Callable[[int, list[Difference]], Origin]
 
 
 def independent(
-    firsts: Sequence[Origin],
+    first_origins: Sequence[Origin],
     rows: Mapping[int, Sequence[Difference]],
     dataflow: Dataflow,
-    circumstances: Circumstances,
-    told: Told,
+    step_facts: StepFacts,
+    origin_of: OriginOf,
     *,
     edges: StageEdges | None = None,
     exceeding: bool,
 ) -> tuple[list[Origin], list[Origin]]:
-    """(origins, inherited): `firsts` are each rank's first difference, in the order of the chain.
+    """(origins, inherited): `first_origins` are each rank's first difference, in the order of the chain.
 
     A rank's first is inherited where it follows from another rank's; what else differs on a rank without
     following from its first, or from anything, is an origin of its own. `edges` are those of a pipeline.
     """
-    begun = {first.difference.rank: first for first in firsts}
+    begun = {first.difference.rank: first for first in first_origins}
     chains = {rank: _from_first(first, rows.get(rank, ())) for rank, first in begun.items()}
     failed = {
         rank: first.failure.row["node_name"] is None
         for rank, first in begun.items()
         if first.failure is not None
     }
-    causes = joined(chains, dataflow, circumstances, failed, edges, exceeding=exceeding)
-    found: list[Found] = []
-    place_in_chain = {id(first): n for n, first in enumerate(firsts)}
-    for v in causes.origins():
-        d = causes.rows[v]
+    graph = joined(chains, dataflow, step_facts, failed, edges, exceeding=exceeding)
+    found: list[Numbered] = []
+    place_in_chain = {id(first): n for n, first in enumerate(first_origins)}
+    for v in graph.origins():
+        d = graph.rows[v]
         assert d is not None
         first = begun[d.rank]
         if d is chains[d.rank][0]:
@@ -54,23 +54,23 @@ def independent(
         else:
             own = chains[d.rank]
             at = next(n for n, row in enumerate(own) if row is d)
-            origin = told(d.rank, own[at:])
-            others = _others(causes, v)
+            origin = origin_of(d.rank, own[at:])
+            others = _others(graph, v)
             found.append(((1, v), v, replace(origin, other_count=others)))
     found.sort(key=lambda entry: entry[0])
-    found = _without_rewritten(found, causes)
+    found = _without_rewritten(found, graph)
     merged, numbers = _merged(found)
     if not merged:
-        return list(firsts), []
-    origins = _with_heirs(merged, causes, causes.ancestors(numbers))
+        return list(first_origins), []
+    origins = _with_inherited_counts(merged, graph, graph.ancestors(numbers))
     own_ranks = {rank for origin in origins for rank in origin.ranks}
-    return origins, [first for first in firsts if first.difference.rank not in own_ranks]
+    return origins, [first for first in first_origins if first.difference.rank not in own_ranks]
 
 
-def _without_rewritten(found: Sequence[Found], causes: Causes) -> list[Found]:
+def _without_rewritten(found: Sequence[Numbered], graph: DependencyGraph) -> list[Numbered]:
     """The origins; a parameter that the optimizer left elsewhere than its gradient says, and a Node of its module
     that gave another gradient before, are one: the parameter was changed in between."""
-    kept: list[Found] = []
+    kept: list[Numbered] = []
     for place, v, origin in found:
         d = origin.difference
         name = str(d.key.get("parameter_fqn") or "")
@@ -90,7 +90,7 @@ def _without_rewritten(found: Sequence[Found], causes: Causes) -> list[Found]:
         if node is None:
             kept.append((place, v, origin))
             continue
-        causes.feeders[v].add(kept[node][1])
+        graph.feeders[v].add(kept[node][1])
         kept[node] = (*kept[node][:2], replace(kept[node][2], rewritten=name))
     return kept
 
@@ -107,12 +107,12 @@ def _from_first(first: Origin, own: Sequence[Difference]) -> list[Difference]:
     return [own[at], *before, *own[at + 1 :]]
 
 
-def _others(causes: Causes, v: int) -> int:
+def _others(graph: DependencyGraph, v: int) -> int:
     """How many rows of the same kind follow this one alone: one cause changes many of them."""
-    row = causes.rows[v]
+    row = graph.rows[v]
     return sum(
         1
-        for other, feeders in zip(causes.rows, causes.feeders, strict=True)
+        for other, feeders in zip(graph.rows, graph.feeders, strict=True)
         if feeders == {v}
         and other is not None
         and other is not row
@@ -128,7 +128,7 @@ def same_place_merged(origins: Sequence[Origin]) -> list[Origin]:
 
 
 def _merged(
-    found: Sequence[Found],
+    found: Sequence[Numbered],
 ) -> tuple[list[Origin], dict[int, int]]:
     """The same place on several ranks, or in several passes, is one origin: they, and the number of each vertex."""
     numbers: dict[int, int] = {}
@@ -157,31 +157,35 @@ def _place(origin: Origin) -> tuple[Any, ...]:
     return (origin.link, d.table, origin.between, scale, *key)
 
 
-def _with_heirs(
-    origins: Sequence[Origin], causes: Causes, ancestors: Sequence[int]
+def _with_inherited_counts(
+    origins: Sequence[Origin], graph: DependencyGraph, ancestors: Sequence[int]
 ) -> list[Origin]:
     """The origins, each with the rows that inherit from it, and where it reached each other rank first."""
-    heirs: list[dict[str, tuple[int, int]]] = [{} for _ in origins]
+    inherited_counts: list[dict[str, tuple[int, int]]] = [{} for _ in origins]
     reached: list[dict[int, Reached]] = [{} for _ in origins]
     masks: dict[int, int] = {}
     rows: dict[int, Difference] = {}
-    for row, mask in zip(causes.rows, ancestors, strict=True):
+    for row, mask in zip(graph.rows, ancestors, strict=True):
         if row is not None:
             rows.setdefault(id(row), row)
             masks[id(row)] = masks.get(id(row), 0) | mask
     for key, row in rows.items():
         mask = masks[key]
         for number in _numbers_in(mask):
-            alone, shared = heirs[number].get(row.link, (0, 0))
+            alone, shared = inherited_counts[number].get(row.link, (0, 0))
             if mask == 1 << number:
                 alone += 1
             else:
                 shared += 1
-            heirs[number][row.link] = (alone, shared)
+            inherited_counts[number][row.link] = (alone, shared)
             if row.rank not in origins[number].ranks:
                 reached[number].setdefault(row.rank, Reached.by(row))
     return [
-        replace(origin, heirs=heirs[n], reached=tuple(reached[n][r] for r in sorted(reached[n])))
+        replace(
+            origin,
+            inherited_counts=inherited_counts[n],
+            reached=tuple(reached[n][r] for r in sorted(reached[n])),
+        )
         for n, origin in enumerate(origins)
     ]
 

@@ -10,12 +10,12 @@ from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.links import LOCAL_LINKS
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
-from gradtrace_analyzer.diff.origins.firsts import by_rank, firsts, told
-from gradtrace_analyzer.diff.origins.from_code import Split, origin_of_code, split
+from gradtrace_analyzer.diff.origins.first_differences import by_rank, first_origins, origin_of
+from gradtrace_analyzer.diff.origins.from_code import CodeSplit, origin_of_code, split_by_code
 from gradtrace_analyzer.diff.origins.independent import independent, same_place_merged
 from gradtrace_analyzer.diff.origins.stage_edges import received_apart
-from gradtrace_analyzer.diff.origins.step_reader import Surroundings
-from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.diff.origins.step_reader import StepReader
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 
 
 class StepSearch:
@@ -24,8 +24,8 @@ class StepSearch:
     def __init__(
         self,
         alignment: Alignment,
-        here: Surroundings,
-        failures: Sequence[Failure],
+        here: StepReader,
+        failures: Sequence[OneSidedFailure],
         steps: Sequence[int],
         *,
         exceeding: bool,
@@ -36,10 +36,10 @@ class StepSearch:
         self._here = here
         self._exceeding = exceeding
         differences = alignment.differences_at(step)
-        apart = Split(differences, [])
+        apart = CodeSplit(differences, [])
         # Compiled code computes the same within rounding: what differs by more does not follow from it.
         if any(not entry.is_compiled for entry in structure.code):
-            apart = split(
+            apart = split_by_code(
                 differences,
                 structure,
                 alignment.rng_differs(step),
@@ -62,7 +62,7 @@ class StepSearch:
                 origin_of_code(structure, apart.following, changed, exceeding=exceeding)
             ]
         self._rows = by_rank(self._differences, exceeding=exceeding)
-        self._firsts = firsts(
+        self._first_origins = first_origins(
             self._rows,
             # Parameters that one side alone has took random numbers: that the generators differ is no news.
             () if structure.has_parameters else alignment.rng_to_blame(step),
@@ -73,15 +73,17 @@ class StepSearch:
         )
         if self._edges is not None:
             edges = self._edges
-            self._firsts = [edges.lone_action(first, differences) for first in self._firsts]
+            self._first_origins = [
+                edges.lone_action(first, differences) for first in self._first_origins
+            ]
 
     @property
-    def firsts(self) -> list[Origin]:
+    def first_origins(self) -> list[Origin]:
         """Where ranks first differ by themselves, or, where none does, where they first differ together."""
         if self._of_code:
             return self._of_code
-        local = [o for o in self._firsts if _is_of_its_rank(o)]
-        return self._placed(same_place_merged(local or self._firsts))
+        local = [o for o in self._first_origins if _is_of_its_rank(o)]
+        return self._placed(same_place_merged(local or self._first_origins))
 
     def origins(self) -> tuple[list[Origin], list[Origin]]:
         """(origins, inherited): all that do not follow from another, and what ranks without one first inherit.
@@ -95,11 +97,11 @@ class StepSearch:
         disturbed = self._alignment.rng_differs(step) | self._alignment.rng_differs(step + 1)
         dataflow = self._here.dataflow(self._rows)
         origins, inherited = independent(
-            self._firsts,
+            self._first_origins,
             self._rows,
             dataflow,
-            self._here.circumstances(self._differences, disturbed),
-            self._told,
+            self._here.step_facts(self._differences, disturbed),
+            self._origin_of,
             edges=self._edges,
             exceeding=self._exceeding,
         )
@@ -114,9 +116,9 @@ class StepSearch:
         apart = received_apart(self._differences)
         return [self._edges.placed(origin, apart) for origin in origins]
 
-    def _told(self, rank: int, own: list[Difference]) -> Origin:
+    def _origin_of(self, rank: int, own: list[Difference]) -> Origin:
         modules = self._modules.get(rank, ())
-        return told(own, rng_differs=False, modules=modules, exceeding=self._exceeding)
+        return origin_of(own, rng_differs=False, modules=modules, exceeding=self._exceeding)
 
 
 def _with_one_activation(origins: list[Origin], dataflow: Dataflow) -> list[Origin]:
@@ -144,7 +146,7 @@ def _is_of_its_rank(origin: Origin) -> bool:
     return origin.between or bool(origin.difference.values)
 
 
-def _with_positions(here: Surroundings, origin: Origin) -> Origin:
+def _with_positions(here: StepReader, origin: Origin) -> Origin:
     """A Node's origin with those of its gradients that differ, where not all do; one alone gives the numbers."""
     d = origin.difference
     if d.table != "node_events" or None in d.event_indices:

@@ -10,11 +10,11 @@ import duckdb
 
 from gradtrace_analyzer.diff.difference import Difference
 
-Named = tuple[int, int, str]
+RankParameter = tuple[int, int, str]
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class StepFacts:
     """`disturbed` are the ranks whose generators stood elsewhere when the step began or when the next one did.
 
     `pass_kinds` is the kind of each (rank, backward_index); `accumulated` the (rank, root, parameter) whose
@@ -27,8 +27,8 @@ class Circumstances:
 
     disturbed: Collection[int] = ()
     pass_kinds: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    accumulated: Collection[Named] = ()
-    bucketed: Collection[Named] = ()
+    accumulated: Collection[RankParameter] = ()
+    bucketed: Collection[RankParameter] = ()
     untouched: Collection[int] = ()
     random: Collection[tuple[int, str]] = ()
     collective: Collection[tuple[int, str]] = ()
@@ -37,7 +37,7 @@ class Circumstances:
     is_filtered: bool = False
 
 
-def circumstances(
+def step_facts(
     connection: duckdb.DuckDBPyConnection,
     step: int,
     differences: Sequence[Difference],
@@ -46,12 +46,12 @@ def circumstances(
     *,
     is_whole: bool,
     is_filtered: bool,
-) -> Circumstances:
+) -> StepFacts:
     """Those of the step in which these rows differ; `classes` are those of its modules, by root and name."""
 
     ranks = sorted({d.rank for d in differences})
 
-    def named(query: str) -> set[Named]:
+    def named(query: str) -> set[RankParameter]:
         found = connection.execute(f"{query} AND list_contains(?, rank)", [step, ranks]).fetchall()
         return {(rank, root, name) for rank, root, name in found}
 
@@ -69,7 +69,7 @@ def circumstances(
     kinds = connection.execute(
         "SELECT rank, backward_index, kind FROM baseline.backward_passes WHERE step = ?", [step]
     ).fetchall()
-    return Circumstances(
+    return StepFacts(
         disturbed=set(disturbed),
         pass_kinds={(rank, index): kind for rank, index, kind in kinds},
         accumulated=named(

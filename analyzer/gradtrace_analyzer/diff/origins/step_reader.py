@@ -8,11 +8,11 @@ from functools import cached_property
 import duckdb
 
 from gradtrace_analyzer.diff.difference import Change, Difference
-from gradtrace_analyzer.diff.origins.chain_rows import Passage, passages
+from gradtrace_analyzer.diff.origins.chain_rows import ChainRow, chain_rows
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow, dataflow
 from gradtrace_analyzer.diff.origins.node_gradients import node_gradients
 from gradtrace_analyzer.diff.origins.stage_edges import StageEdges, stage_edges
-from gradtrace_analyzer.diff.origins.step_facts import Circumstances, circumstances
+from gradtrace_analyzer.diff.origins.step_facts import StepFacts, step_facts
 from gradtrace_analyzer.diff.origins.unused_forwards import unused_forwards
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.words.nouns import SIDES
@@ -24,7 +24,7 @@ MOST_RANKS = 16
 SHOWN_BEFORE, SHOWN_AFTER = 6, 8
 
 
-class Surroundings:
+class StepReader:
     """One `step` of two aligned runs, on the connection that holds them."""
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, cover: Cover, step: int) -> None:
@@ -40,11 +40,11 @@ class Surroundings:
         ranks = [rank for rank, own in tables.items() if own & computing]
         return dataflow(self._connection, self.step, ranks[:MOST_RANKS], nodes=nodes)
 
-    def circumstances(
+    def step_facts(
         self, differences: Sequence[Difference], disturbed: Collection[int]
-    ) -> Circumstances:
+    ) -> StepFacts:
         """What else is known of the step; `disturbed` as there."""
-        return circumstances(
+        return step_facts(
             self._connection,
             self.step,
             differences,
@@ -63,7 +63,7 @@ class Surroundings:
         return {
             (root, fqn)
             for side, root, fqn, _, is_common in self._called
-            if side == "baseline" and is_common and self._cover.chosen.wants_module(fqn)
+            if side == "baseline" and is_common and self._cover.selection.wants_module(fqn)
         }
 
     def gradient_points(self) -> set[str]:
@@ -110,6 +110,8 @@ class Surroundings:
         """By rank, the stretches of the step that hold a forward which no backward pass followed."""
         return unused_forwards(self._connection, self.step)
 
-    def passages(self, origin: Difference, differences: Sequence[Difference]) -> list[Passage]:
-        """The rows around an origin, equal ones too."""
-        return passages(self._connection, origin, differences, SHOWN_BEFORE, SHOWN_AFTER)
+    def chain_rows(self, origin: Difference, differences: Sequence[Difference]) -> list[ChainRow]:
+        """The rows of its rank and step around an origin, equal ones too, in program order: a few before it, a few
+        after.
+        """
+        return chain_rows(self._connection, origin, differences, SHOWN_BEFORE, SHOWN_AFTER)

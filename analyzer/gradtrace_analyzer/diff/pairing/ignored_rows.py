@@ -10,7 +10,7 @@ from gradtrace_analyzer.diff.links import LINK_TABLES
 from gradtrace_analyzer.words.nouns import other_side
 
 
-def excuse(
+def ignore_rows(
     connection: duckdb.DuckDBPyConnection,
     torn_ends: Mapping[str, Mapping[int, int]],
     *,

@@ -30,7 +30,7 @@ from gradtrace_analyzer.numerics.tolerance import (
     ROUNDED_ONCE,
     UPDATE_ROUNDINGS,
     WIDER_STATISTICS,
-    Least,
+    LowerBound,
     roundoff,
 )
 
@@ -38,7 +38,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 @dataclass
-class Known:
+class Upstream:
     """What the judgement of a rank's rows hangs on in other tables, by step.
 
     `arriving` is the largest gradient that reached a Node of a module; `final` the relative errors of what the
@@ -51,7 +51,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Judged:
+class RolePairs:
     """One role of a table's rows: both sides, which pairs differ, and their relative errors."""
 
     sides: Sequence[Side]
@@ -60,43 +60,45 @@ class Judged:
 
     @property
     def larger(self) -> Array:
-        """The larger norm of each pair."""
+        """The larger of both sides' norms, one float64 for each pair of rows."""
         return np.asarray(np.maximum(self.sides[0].norm, self.sides[1].norm))
 
 
-def beyond_least(
+def beyond_lower_bound(
     table: LinkTable,
     rows: tuple[pa.Table, pa.Table],
-    judged: Sequence[Judged],
+    judged: Sequence[RolePairs],
     starts: Array,
-    least: Least,
+    lower_bound: LowerBound,
     moved: frozenset[int],
-    known: Known,
+    upstream: Upstream,
 ) -> Flags:
-    """The rows that may exceed. `starts` is where steps begin; what later tables hang on is noted in `known`."""
+    """The rows that may exceed. `starts` is where steps begin; what later tables hang on is noted in `upstream`."""
     if table.table == "parameters":
-        return _parameters(rows[0], judged[0], least, moved, known)
+        return _parameters(rows[0], judged[0], lower_bound, moved, upstream)
     if table.table == "gradients":
-        _note_final(rows[0], judged[0], known)
+        _note_final(rows[0], judged[0], upstream)
     if table.table == "inputs":
         [one] = judged
         a, b = (_units(side) for side in one.sides)
         once = np.where(a != b, ROUNDED_ONCE * np.maximum(a, b), 0.0)
         return np.asarray(one.apart & ~(one.error <= once))
     if table.table == "node_events":
-        _note_arriving(rows[0], judged, starts, known.arriving)
+        _note_arriving(rows[0], judged, starts, upstream.arriving)
     is_forward = table.table == "module_calls"
     found = np.zeros(len(rows[0]), bool)
     for one in judged:
-        share = _share(table, rows[0], one, starts, known.arriving)
-        allowed = _each(one, least.forward if is_forward else least.layer) * _decisive(one)
+        share = _share(table, rows[0], one, starts, upstream.arriving)
+        allowed = _each(one, lower_bound.forward if is_forward else lower_bound.layer) * _decisive(
+            one
+        )
         found |= one.apart & ~(one.error * share <= allowed)
         if len(table.sides) == 2 and one is judged[-1] and one.sides[0].prefix == table.sides[1][1]:
-            found |= _lengthened(table, rows, one, share, _each(one, least.norm))
+            found |= _lengthened(table, rows, one, share, _each(one, lower_bound.norm))
     return found
 
 
-def _each(one: Judged, allowed: Callable[[float], float]) -> Array:
+def _each(one: RolePairs, allowed: Callable[[float], float]) -> Array:
     """What each pair is allowed by the coarser of its dtypes."""
     found = [_by_dtype(side, allowed) for side in one.sides]
     return np.asarray(np.maximum(*found))
@@ -115,13 +117,13 @@ def _by_dtype(side: Side, of: Callable[[float], float]) -> Array:
     return np.asarray(np.array([*(of(roundoff(name)) for name in names), of(0.0)])[places])
 
 
-def _decisive(one: Judged) -> float:
+def _decisive(one: RolePairs) -> float:
     lanes = sketches_of(one.sides[1].rows, f"{one.sides[1].prefix}sketch")[0].shape[1]
     return DECISIVE.get(lanes, 1.0)
 
 
 def _lengthened(
-    table: LinkTable, rows: tuple[pa.Table, pa.Table], one: Judged, share: Array, allowed: Array
+    table: LinkTable, rows: tuple[pa.Table, pa.Table], one: RolePairs, share: Array, allowed: Array
 ) -> Flags:
     """Rows that hand on more or less than they received, beyond rounding."""
     reads = [values_of(side, f"{table.sides[0][1]}norm")[0] for side in rows]
@@ -133,7 +135,7 @@ def _lengthened(
 
 
 def _note_arriving(
-    rows: pa.Table, judged: Sequence[Judged], starts: Array, arriving: dict[int, float]
+    rows: pa.Table, judged: Sequence[RolePairs], starts: Array, arriving: dict[int, float]
 ) -> None:
     reads = [
         values_of(side, "grad_output_norm")
@@ -147,32 +149,32 @@ def _note_arriving(
         arriving[step] = max(arriving.get(step, 0.0), most)
 
 
-def _note_final(rows: pa.Table, one: Judged, known: Known) -> None:
+def _note_final(rows: pa.Table, one: RolePairs, upstream: Upstream) -> None:
     """The errors of the gradients that the optimizer saw."""
     points, names = codes_of(rows, "point")
     if "final" not in names:
         return
     chosen = np.flatnonzero((points == names.index("final")) & one.apart)
     steps = numbers_of(rows, "step")[chosen]
-    places = _places_of(rows, known)[chosen]
+    places = _places_of(rows, upstream)[chosen]
     for step in np.unique(steps).tolist():
-        errors = known.final.get(step, np.empty(0, np.float32))
-        missing = max(0, len(known.parameters) - len(errors))
+        errors = upstream.final.get(step, np.empty(0, np.float32))
+        missing = max(0, len(upstream.parameters) - len(errors))
         errors = np.r_[errors, np.full(missing, np.nan, np.float32)]
         of_step = steps == step
         errors[places[of_step]] = one.error[chosen][of_step]
-        known.final[step] = errors
+        upstream.final[step] = errors
 
 
-def _places_of(rows: pa.Table, known: Known) -> npt.NDArray[np.int64]:
-    """The number of each row's parameter."""
+def _places_of(rows: pa.Table, upstream: Upstream) -> npt.NDArray[np.int64]:
+    """Of each row the number under which `upstream` keeps its parameter, an int64 array as long as the rows."""
     fqns, names = codes_of(rows, "parameter_fqn")
     pairs = numbers_of(rows, "root").astype(np.int64) * (len(names) + 1) + fqns
     each, inverse = np.unique(pairs, return_inverse=True)
     numbers = [
-        known.parameters.setdefault(
+        upstream.parameters.setdefault(
             (int(pair) // (len(names) + 1), names[int(pair) % (len(names) + 1)]),
-            len(known.parameters),
+            len(upstream.parameters),
         )
         for pair in each.tolist()
     ]
@@ -186,7 +188,7 @@ def _is_present(rows: pa.Table, name: str) -> Flags:
 
 
 def _share(
-    table: LinkTable, rows: pa.Table, one: Judged, starts: Array, arriving: dict[int, float]
+    table: LinkTable, rows: pa.Table, one: RolePairs, starts: Array, arriving: dict[int, float]
 ) -> Array:
     """What part of the noise floor a gradient's norm is, at most 1."""
     if table.table not in ("gradients", "node_events"):
@@ -198,21 +200,25 @@ def _share(
         return np.where(floors > 0, np.minimum(1.0, one.larger / floors), 1.0)
 
 
-def _share_of_update(rows: pa.Table, least: Least, known: Known) -> Array:
+def _share_of_update(rows: pa.Table, lower_bound: LowerBound, upstream: Upstream) -> Array:
     """What part of its update a parameter's new difference may be, from the error of its gradient."""
-    places = _places_of(rows, known)
+    places = _places_of(rows, upstream)
     errors = np.zeros(len(rows))
     steps = numbers_of(rows, "step")
     for step in np.unique(steps).tolist():
-        final = known.final.get(step)
+        final = upstream.final.get(step)
         if final is not None:
             of_step = (steps == step) & (places < len(final))
             errors[of_step] = np.nan_to_num(final[places[of_step]], nan=0.0)
-    return np.asarray(least.of_update(errors))
+    return np.asarray(lower_bound.of_update(errors))
 
 
 def _parameters(
-    rows: pa.Table, one: Judged, least: Least, moved: frozenset[int], known: Known
+    rows: pa.Table,
+    one: RolePairs,
+    lower_bound: LowerBound,
+    moved: frozenset[int],
+    upstream: Upstream,
 ) -> Flags:
     """Before a step what changed since the one before, or a statistic that is far off; after it what is more than what
     differed before, rounding, and a share of the update."""
@@ -221,7 +227,7 @@ def _parameters(
     points, names = codes_of(rows, "point")
     is_after = points == (names.index("after") if "after" in names else -1)
     has_moved = np.isin(steps, np.fromiter(moved, np.int64, len(moved)))
-    far = one.error > WIDER_STATISTICS * _each(one, least.forward)
+    far = one.error > WIDER_STATISTICS * _each(one, lower_bound.forward)
     fqns, _ = codes_of(rows, "parameter_fqn")
     order = np.lexsort((is_after, fqns, numbers_of(rows, "root"), steps))
     places = np.empty(len(order), np.int64)
@@ -238,7 +244,7 @@ def _parameters(
     for side in one.sides:
         lanes, _ = sketches_of(side.rows, f"{side.prefix}sketch")
         update = np.maximum(update, np.where(paired, distances(lanes, lanes[before]), 0.0))
-    share = _share_of_update(rows, least, known)
-    allowed = least.scale * (UPDATE_ROUNDINGS * units * one.larger + share * update)
+    share = _share_of_update(rows, lower_bound, upstream)
+    allowed = lower_bound.scale * (UPDATE_ROUNDINGS * units * one.larger + share * update)
     after = is_after & ~(added <= allowed)
     return np.asarray(one.apart & (after | (~is_after & (has_moved | far))))

@@ -15,7 +15,6 @@ import duckdb
 import pyarrow as pa
 
 from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable, link_of
-from gradtrace_analyzer.diff.pairing.candidate_steps import PROVEN, Place, suspects
 from gradtrace_analyzer.diff.pairing.occurrences import forget_numbers, realign
 from gradtrace_analyzer.diff.pairing.pairs import (
     differing,
@@ -25,10 +24,11 @@ from gradtrace_analyzer.diff.pairing.pairs import (
     seen,
     within,
 )
-from gradtrace_analyzer.diff.pairing.tally import Sieved, Tally, first_step, steps_of, tallied
+from gradtrace_analyzer.diff.pairing.suspect_steps import PROVEN, RankStep, suspect_steps
+from gradtrace_analyzer.diff.pairing.tally import SieveResult, Tally, first_step, steps_of, tallied
 from gradtrace_analyzer.diff.scope.configuration import recorded_alike
-from gradtrace_analyzer.diff.scope.selection import Chosen
-from gradtrace_analyzer.numerics.tolerance import Least
+from gradtrace_analyzer.diff.scope.selection import Selection
+from gradtrace_analyzer.numerics.tolerance import LowerBound
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import Counts
@@ -40,7 +40,7 @@ MOST_ROWS = 250_000
 
 
 @dataclass(frozen=True)
-class Reading:
+class RunPair:
     """The two runs as they are read: `counts` are the rows of each side by table and rank.
 
     Where rows `are_arranged`, they are no longer those of the parts: these prove and hold nothing of a rank. Where they
@@ -73,11 +73,13 @@ class Reading:
         ]
 
     def paths(self, side: str, table: str, rank: int) -> list[str]:
-        """The parts that hold a rank's rows of a table."""
+        """Absolute paths of the Parquet parts that hold a rank's rows of a table, in the order in which they were
+        written.
+        """
         return [part.path for part in self.runs[side].parts[table].get(rank, ())]
 
 
-class Opening:
+class StepOpener:
     """Makes `seen`, `common` and, of the steps that matter, `opened`, `step_start` and the `differing_` tables.
 
     `clean` is called whenever these were made anew, before anything is counted in them; it is told whether all steps
@@ -90,14 +92,14 @@ class Opening:
     def __init__(
         self,
         connection: duckdb.DuckDBPyConnection,
-        reading: Reading,
+        reading: RunPair,
         ranks: Sequence[int],
         unread: Mapping[str, str],
         clean: Callable[[bool], int | None],
         *,
         realigns: bool = False,
-        chosen: Chosen | None = None,
-        least: Callable[[], Least] | None = None,
+        chosen: Selection | None = None,
+        lower_bound: Callable[[], LowerBound] | None = None,
     ) -> None:
         self._connection, self._reading, self._unread, self._clean = (
             connection,
@@ -106,10 +108,10 @@ class Opening:
             clean,
         )
         self._is_alike = recorded_alike(reading.runs)
-        self._chosen = chosen or Chosen()
-        self._least = least
+        self._chosen = chosen or Selection()
+        self._lower_bound = lower_bound
         self._realigns = realigns
-        self._unpaired: set[Place] = set()
+        self._unpaired: set[RankStep] = set()
         closed = {side: reading.closed(side, ranks) for side in SIDES}
         others = {side: [r for r in ranks if r not in set(closed[side])] for side in SIDES}
         with progress("reading which steps there are"):
@@ -132,26 +134,26 @@ class Opening:
         """Whether digests leave it open that a table differs in any step."""
         return any(table in tables for tables in self._apart.values())
 
-    def reopen(self, places: Collection[Place]) -> None:
+    def reopen(self, places: Collection[RankStep]) -> None:
         """Open these steps and each rank's first, as far as both sides have them, in place of those that are open."""
         known = set(self._connection.execute("SELECT rank, step FROM common").fetchall())
         self._open(known & {*places, *self._firsts()})
 
-    def _suspects(self) -> dict[Place, frozenset[str]]:
+    def _suspects(self) -> dict[RankStep, frozenset[str]]:
         """The steps that may differ, each with the tables in which it may."""
-        found = suspects(self._connection, self._reading.counts)
+        found = suspect_steps(self._connection, self._reading.counts)
         if self._chosen.step is None:
             return found
         firsts = self._firsts()
         return {p: t for p, t in found.items() if p[1] == self._chosen.step or p in firsts}
 
-    def _firsts(self) -> set[Place]:
+    def _firsts(self) -> set[RankStep]:
         """Each rank's first step."""
         return set(
             self._connection.execute("SELECT rank, min(step) FROM common GROUP BY rank").fetchall()
         )
 
-    def _rows(self, places: Collection[Place]) -> int:
+    def _rows(self, places: Collection[RankStep]) -> int:
         """About how many rows these steps have, on both sides together."""
         steps: dict[int, int] = {}
         for rank, _ in places:
@@ -165,7 +167,7 @@ class Opening:
             )
         )
 
-    def _open(self, places: Collection[Place]) -> int | None:
+    def _open(self, places: Collection[RankStep]) -> int | None:
         """Make the tables of these steps alone. Returns what `clean` does."""
         self._name_opened(places)
         self._name_unjudged(self._unpaired - set(places))
@@ -186,20 +188,20 @@ class Opening:
         place_among(self._connection)
         return self._clean(self._apart.keys() <= set(places))
 
-    def _apart_in(self, table: LinkTable, places: Collection[Place]) -> Collection[Place]:
+    def _apart_in(self, table: LinkTable, places: Collection[RankStep]) -> Collection[RankStep]:
         """Those of these steps in which a table may differ."""
         if table.table not in PROVEN or not self._reading.has_same_names:
             return places
         return [p for p in places if table.table in self._apart.get(p, (table.table,))]
 
-    def _name_opened(self, places: Collection[Place]) -> None:
+    def _name_opened(self, places: Collection[RankStep]) -> None:
         self._name("opened", places)
 
-    def _name_unjudged(self, places: Collection[Place]) -> None:
+    def _name_unjudged(self, places: Collection[RankStep]) -> None:
         """Steps that are not open and may have rows that one side alone has: what changed code is must do without."""
         self._name("unjudged", places)
 
-    def _name(self, table: str, places: Collection[Place]) -> None:
+    def _name(self, table: str, places: Collection[RankStep]) -> None:
         columns = [[place[n] for place in places] for n in (0, 1)]
         self._connection.execute(
             f"CREATE OR REPLACE TEMP TABLE {table} AS "
@@ -207,11 +209,11 @@ class Opening:
             columns,
         )
 
-    def _open_what_matters(self, suspects: set[Place]) -> None:
-        by_step: dict[int, list[Place]] = {}
-        for place in suspects:
+    def _open_what_matters(self, suspect_steps: set[RankStep]) -> None:
+        by_step: dict[int, list[RankStep]] = {}
+        for place in suspect_steps:
             by_step.setdefault(place[1], []).append(place)
-        tallies, unpaired = self._sieved(suspects)
+        tallies, unpaired = self._sieved(suspect_steps)
         self._unpaired = unpaired
         anchors = self._anchors()
         told: set[int] = set()
@@ -247,7 +249,7 @@ class Opening:
                 open_steps(chosen)
         self.tallies = [left for t in tallies if len((left := t.without(chosen)).steps)]
 
-    def _anchors(self) -> set[Place]:
+    def _anchors(self) -> set[RankStep]:
         """Each rank's first step, where it must be paired row by row: it is opened beside every other, since what
         one side alone has from the first step on is changed code, and what it has in a later one happened there."""
         return self._unpaired & self._firsts()
@@ -260,19 +262,19 @@ class Opening:
             for table in LINK_TABLES
         )
 
-    def _sieved(self, suspects: set[Place]) -> tuple[list[Tally], set[Place]]:
+    def _sieved(self, suspect_steps: set[RankStep]) -> tuple[list[Tally], set[RankStep]]:
         """(tallies of the steps that pair by place, the steps that must be paired row by row)."""
         from gradtrace_analyzer.diff.pairing.sieve import (
             sieved,  # loads what reads Parquet, which few need
         )
 
         steps: dict[int, set[int]] = {}
-        for rank, step in suspects:
+        for rank, step in suspect_steps:
             steps.setdefault(rank, set()).add(step)
         moved: dict[int, set[int]] = {}
         for rank, step in self._moved_between():
             moved.setdefault(rank, set()).add(step)
-        least = Least() if self._least is None else self._least()
+        lower_bound = LowerBound() if self._lower_bound is None else self._lower_bound()
         by_hand = {r for side in self._reading.runs.values() for r in side.journals}
         by_hand |= {
             int(rank)
@@ -281,11 +283,11 @@ class Opening:
             if rank.strip()
         }
 
-        def sift(rank: int) -> Sieved:
+        def sift(rank: int) -> SieveResult:
             # Which module a row is of is looked at where it is opened.
             is_other = self._reading.are_arranged or self._reading.are_renamed
             if rank in by_hand or is_other or self._chosen.modules:
-                return Sieved(rank, [], set(steps[rank]))
+                return SieveResult(rank, [], set(steps[rank]))
             parts = {
                 table.table: (
                     self._reading.paths("baseline", table.table, rank),
@@ -294,11 +296,11 @@ class Opening:
                 for table in LINK_TABLES
             }
             return sieved(
-                rank, parts, frozenset(steps[rank]), least, frozenset(moved.get(rank, ()))
+                rank, parts, frozenset(steps[rank]), lower_bound, frozenset(moved.get(rank, ()))
             )
 
         tallies: list[Tally] = []
-        unpaired: set[Place] = set()
+        unpaired: set[RankStep] = set()
         with (
             progress("comparing ranks", len(steps)) as count,
             ThreadPoolExecutor(min(len(steps), _threads())) as pool,
@@ -313,7 +315,7 @@ class Opening:
                 raise
         pa.default_memory_pool().release_unused()
         with progress("comparing losses and optimizer settings"):
-            tallies += self._values_apart(suspects - unpaired, least)
+            tallies += self._values_apart(suspect_steps - unpaired, lower_bound)
         chosen = self._chosen
         wanted = [t for t in tallies if chosen.wants_link(link_of(t.table, t.point))]
         if chosen.step is not None:
@@ -323,13 +325,13 @@ class Opening:
             by_rank.setdefault(rank, set()).add(step)
         return [t.without(by_rank.get(t.rank, ())) for t in wanted], unpaired
 
-    def _moved_between(self) -> list[Place]:
+    def _moved_between(self) -> list[RankStep]:
         """The steps before which a parameter is not what the step before left, on either side.
 
         The same digest before a step as after the last proves that it is; where buffers come between the parameters,
         or there is no step before, rows are looked at.
         """
-        found: list[Place] = []
+        found: list[RankStep] = []
         for side in SIDES:
             places = self._connection.execute(
                 f"SELECT rank, step FROM common ANTI JOIN (SELECT b.rank, b.step FROM {side}.steps b "
@@ -345,7 +347,7 @@ class Opening:
             ).fetchall()
         return found
 
-    def _values_apart(self, places: set[Place], least: Least) -> list[Tally]:
+    def _values_apart(self, places: set[RankStep], lower_bound: LowerBound) -> list[Tally]:
         """Of the tables without summaries, which have few rows a step, the tallies of all steps."""
         found: list[Tally] = []
         names = [table for table in LINK_TABLES if not table.sides]
@@ -364,19 +366,19 @@ class Opening:
             # A loss is judged where its step is open: here by what it is allowed at least.
             self._connection.execute(
                 "UPDATE differing_backward_passes SET exceeds = exceeds OR coalesce(abs(value_b_loss - value_c_loss) > "
-                f"greatest(abs(value_b_loss), abs(value_c_loss)) * {least.forward(least.unit)!r}, "
+                f"greatest(abs(value_b_loss), abs(value_c_loss)) * {lower_bound.forward(lower_bound.unit)!r}, "
                 "value_b_loss IS DISTINCT FROM value_c_loss) OR isnan(value_b_loss) <> isnan(value_c_loss)"
             )
             found += [replace(t, is_judged=False) for t in tallied(self._connection, names)]
         return found
 
-    def _loads(self, places: Sequence[Place]) -> Iterator[list[Place]]:
+    def _loads(self, places: Sequence[RankStep]) -> Iterator[list[RankStep]]:
         """The steps in portions that may be open at once."""
         each = max(1, self._rows(places) // max(1, len(places)))
         yield from _portions(places, max(1, MOST_ROWS // each))
 
 
-def _portions(places: Sequence[Place], size: int) -> Iterator[list[Place]]:
+def _portions(places: Sequence[RankStep], size: int) -> Iterator[list[RankStep]]:
     for start in range(0, len(places), size):
         yield list(places[start : start + size])
 

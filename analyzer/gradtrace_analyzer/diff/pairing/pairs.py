@@ -79,7 +79,7 @@ def within(pairs: Collection[tuple[int, int]], of: str = "t") -> str:
 
 
 def opened_places(connection: duckdb.DuckDBPyConnection) -> list[tuple[int, int]]:
-    """The (rank, step) that are open."""
+    """The (rank, step) that the table `opened` holds, in no order."""
     return connection.execute("SELECT rank, step FROM opened").fetchall()
 
 

@@ -22,11 +22,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable
-from gradtrace_analyzer.diff.pairing.lower_bound import Judged, Known, beyond_least
-from gradtrace_analyzer.diff.pairing.tally import Sieved, Tally, joined
+from gradtrace_analyzer.diff.pairing.lower_bound import RolePairs, Upstream, beyond_lower_bound
+from gradtrace_analyzer.diff.pairing.tally import SieveResult, Tally, joined
 from gradtrace_analyzer.numerics.arrays import Side, codes_of, numbers_of, values_of
 from gradtrace_analyzer.numerics.sketches import relative_errors
-from gradtrace_analyzer.numerics.tolerance import Least
+from gradtrace_analyzer.numerics.tolerance import LowerBound
 from gradtrace_analyzer.words.places import whereabouts
 from gradtrace_schemas import TABLES
 
@@ -46,15 +46,15 @@ def sieved(
     rank: int,
     parts: Mapping[str, tuple[Sequence[str], Sequence[str]]],
     steps: frozenset[int],
-    least: Least,
+    lower_bound: LowerBound,
     moved: frozenset[int] = frozenset(),
-) -> Sieved:
+) -> SieveResult:
     """What the parts of a rank, by table and side, hold in these steps.
 
-    What is beyond the `least` that a rule can allow is proposed. `moved` are the steps before which a parameter is not
-    what the step before left.
+    What is beyond the `lower_bound` of what a rule can allow is proposed. `moved` are the steps before which a
+    parameter is not what the step before left.
     """
-    found, known = Sieved(rank), Known()
+    found, known = SieveResult(rank), Upstream()
     for table in SIEVED:
         sides = parts.get(table.table)
         if sides is None or not any(sides):
@@ -63,7 +63,7 @@ def sieved(
             if blocks is None:
                 found.unpaired |= chosen
             else:
-                _judge(found, table, *blocks, least, moved, known)
+                _judge(found, table, *blocks, lower_bound, moved, known)
     # A step that does not pair in one table is looked at in all.
     by_point = groupby(sorted(found.tallies, key=_point_of), key=_point_of)
     found.tallies = [joined(list(of_point)).without(found.unpaired) for _, of_point in by_point]
@@ -196,13 +196,13 @@ def _chosen(rows: pa.Table, steps: frozenset[int]) -> Iterator[pa.Table]:
 
 
 def _judge(
-    found: Sieved,
+    found: SieveResult,
     table: LinkTable,
     a: pa.Table,
     b: pa.Table,
-    least: Least,
+    lower_bound: LowerBound,
     moved: frozenset[int],
-    known: Known,
+    known: Upstream,
 ) -> None:
     steps = numbers_of(a, "step")
     starts = np.flatnonzero(np.r_[True, steps[1:] != steps[:-1]])
@@ -211,7 +211,7 @@ def _judge(
     exceeds = np.zeros(len(steps), bool)
     nonfinite = np.zeros(len(steps), bool)
     errors = np.full(len(steps), -1.0)
-    judged: list[Judged] = []
+    judged: list[RolePairs] = []
     for _, prefix in table.sides:
         sides = [Side(rows, prefix) for rows in (a, b)]
         apart = _differing(sides)
@@ -226,11 +226,11 @@ def _judge(
         error, width = relative_errors(sides, apart & ~odd)
         odd |= apart & ~width
         differs |= apart
-        judged.append(Judged(sides, apart, error))
+        judged.append(RolePairs(sides, apart, error))
         exceeds |= apart & nans
         errors = np.where(apart & ~nans, np.maximum(errors, error), errors)
     if judged:
-        exceeds |= beyond_least(table, (a, b), judged, starts, least, moved, known)
+        exceeds |= beyond_lower_bound(table, (a, b), judged, starts, lower_bound, moved, known)
     for value in table.values:
         unequal = ~_equal_rows(a, b, (value,))
         differs |= unequal

@@ -46,23 +46,23 @@ class Tally:
     is_judged: bool = True
 
     def where(self, chosen: Array) -> Tally:
-        """Its steps for which this is true."""
+        """The same tally of those of its steps for which `chosen`, a bool array over its steps, is true."""
         if chosen.all():
             return self
         some: dict[str, Any] = {name: getattr(self, name)[chosen] for name in _ARRAYS}
         return replace(self, **some)
 
     def among(self, steps: Collection[int]) -> Array:
-        """Which of its steps are among these."""
+        """A bool array over its steps: which of them are among these."""
         return np.isin(self.steps, np.fromiter(steps, np.int64, len(steps)))
 
     def without(self, steps: Collection[int]) -> Tally:
-        """What is left of it without these steps."""
+        """The same tally without these steps; it may be left with none."""
         return self.where(~self.among(steps)) if steps else self
 
 
 @dataclass
-class Sieved:
+class SieveResult:
     """What the sieve found of one rank: the steps it tallied, and those that it could not pair."""
 
     rank: int

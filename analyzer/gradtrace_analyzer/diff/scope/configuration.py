@@ -39,7 +39,7 @@ def apart_in_configuration(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
 
 
 def changes_numbers(configuration: list[dict[str, Any]]) -> bool:
-    """Whether the sides may round otherwise."""
+    """Whether any entry says that the sides may round otherwise: then one changed bit proves nothing."""
     return any(entry["changes_numbers"] for entry in configuration)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.diff.links import TABLE_NAMES
-from gradtrace_analyzer.diff.scope.selection import Chosen
+from gradtrace_analyzer.diff.scope.selection import Selection
 from gradtrace_analyzer.diff.scope.stages import Stages
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import Counts
@@ -40,7 +40,7 @@ class Cover:
     flights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     stages: Mapping[int, int] = field(default_factory=dict)
     world_size: int = 1
-    chosen: Chosen = field(default_factory=Chosen)
+    selection: Selection = field(default_factory=Selection)
 
     @property
     def by_stage(self) -> bool:
@@ -57,7 +57,7 @@ class Cover:
     def is_filtered(self) -> bool:
         """Whether modules or links were left out, when recording or now."""
         filtered = any("modules" in of_side for of_side in self.filters.values())
-        return bool(filtered or self.chosen.modules or self.chosen.links)
+        return bool(filtered or self.selection.modules or self.selection.links)
 
     @property
     def is_whole(self) -> bool:
@@ -74,6 +74,7 @@ class Cover:
 
 
 def lacking_words(cover: Cover) -> str:
+    """What the cover lacks, as the reason of an answer that cannot be given; to be asked of one that is not whole."""
     lacking = [
         f"the {side} lacks {ranks_phrase(missing)}"
         for side, missing in cover.missing_ranks.items()
@@ -103,9 +104,14 @@ def cover_of(
     rows: Mapping[str, int],
     unread: Mapping[str, Sequence[tuple[str, int]]],
     stages: Stages | None = None,
-    chosen: Chosen | None = None,
+    chosen: Selection | None = None,
 ) -> Cover:
-    wanted = chosen or Chosen()
+    """The cover of a comparison of these ranks.
+
+    `steps` are those of each rank by where they were seen (`both`, `baseline`, `candidate` alone), `rows` how many rows
+    of each table were held against each other, `unread` the (table, rank) of each side of which rows were lost.
+    """
+    wanted = chosen or Selection()
     everywhere = {r for run in runs.values() for r in (*run.ranks, *run.missing_ranks)}
     if _common_rank_filter(runs):
         everywhere = {r for run in runs.values() for r in run.ranks}
@@ -142,22 +148,23 @@ def cover_of(
         },
         stages={} if stages is None else stages.ranks["candidate"],
         world_size=max((run.world_size or 1 for run in runs.values()), default=1),
-        chosen=wanted,
+        selection=wanted,
         has_fingerprints=all(setting(run, "summary") in ("full", None) for run in runs.values()),
     )
 
 
 def held(numbers: Sequence[int] | Mapping[int, Any], what: str = "rank") -> str:
-    """`rank 3`, `ranks 0-1`, `no rank`; of steps where `what` says so."""
+    """`ranks 0-3`, `rank 1`, or `no rank`; `what` is the word for one of them."""
     return f"{noun(len(numbers), what)} {spans(numbers)}" if numbers else f"no {what}"
 
 
 def all_steps(by_rank: Mapping[int, Sequence[int]]) -> list[int]:
-    """The steps of all ranks."""
+    """The steps that any rank has, ascending, each once."""
     return sorted({step for of_rank in by_rank.values() for step in of_rank})
 
 
 def setting(run: Run, name: str) -> Any:
+    """A setting of the recorder, from the first rank that wrote its settings down; None where none did, or lacks it."""
     for info in run.ranks.values():
         return (info.facts.get("settings") or {}).get(name)
     return None

@@ -24,12 +24,12 @@ def nothing_to_compare(
     """
     a, b = runs["baseline"], runs["candidate"]
     if not ranks:
-        asked = cover.chosen.listed_ranks
+        asked = cover.selection.listed_ranks
         which = f"{held(asked)} was not" if asked else "no rank was"
         return f"{which} recorded on both sides: {held(a.ranks)} against {held(b.ranks)}"
     if not steps["both"]:
-        if cover.chosen.step is not None:
-            return f"step {cover.chosen.step} was not recorded on both sides"
+        if cover.selection.step is not None:
+            return f"step {cover.selection.step} was not recorded on both sides"
         own = {side: all_steps(steps[side]) for side in runs}
         empty = [side for side, of_side in own.items() if not of_side]
         if empty:
@@ -41,8 +41,8 @@ def nothing_to_compare(
             f"no step was recorded on both sides: {held(own['baseline'], 'step')} against "
             f"{held(own['candidate'], 'step')} (GRADTRACE_STEP_OFFSET shifts a resumed job's; GRADTRACE_STEPS chooses)"
         )
-    if not cover.chosen.is_all and not any(cover.rows.values()):
-        return f"nothing that both recorded is of {cover.chosen.said}"
+    if not cover.selection.is_all and not any(cover.rows.values()):
+        return f"nothing that both recorded is of {cover.selection.phrase}"
     if not has_summaries():
         return (
             "one side recorded neither values nor norms (GRADTRACE_SUMMARY=off, or nothing that could be "

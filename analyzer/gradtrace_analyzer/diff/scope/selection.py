@@ -19,12 +19,12 @@ _POINTS = {"parameters": ("before", "after"), "gradients": ("carried", "local", 
 _RANKS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
-class BadChoice(GradtraceError):
+class BadSelection(GradtraceError):
     """What was asked for cannot be read."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Selection:
     """What to compare. `ranks` is None for all; the others are empty for all."""
 
     step: int | None = None
@@ -34,19 +34,19 @@ class Chosen:
 
     @property
     def is_all(self) -> bool:
-        """Whether nothing is left out."""
-        return self == Chosen()
+        """Whether nothing was asked for: all of both runs is compared."""
+        return self == Selection()
 
     def wants_rank(self, rank: int) -> bool:
-        """Whether a rank is compared."""
+        """Whether this rank was asked for, or no ranks were named."""
         return self.ranks is None or any(first <= rank <= last for first, last in self.ranks)
 
     def wants_step(self, step: int) -> bool:
-        """Whether a step is compared."""
+        """Whether this step was asked for, or no step was named."""
         return self.step is None or step == self.step
 
     def wants_link(self, link: str) -> bool:
-        """Whether a link is compared."""
+        """Whether this link was asked for, or no links were named."""
         return not self.links or link in self.links
 
     def wants_module(self, fqn: str) -> bool:
@@ -57,7 +57,7 @@ class Chosen:
         )
 
     @property
-    def said(self) -> str:
+    def phrase(self) -> str:
         """`step 3; rank 1; modules blocks.1*; links backward, bucket`."""
         parts = [] if self.step is None else [f"step {self.step}"]
         if self.ranks is not None:
@@ -69,7 +69,7 @@ class Chosen:
 
     @property
     def listed_ranks(self) -> list[int]:
-        """The ranks asked for."""
+        """The ranks that were asked for, ascending; empty where all are compared."""
         spans = self.ranks or ()
         return sorted({rank for first, last in spans for rank in range(first, last + 1)})
 
@@ -110,23 +110,23 @@ def chosen(
     ranks: str | None = None,
     modules: Sequence[str] = (),
     links: Collection[str] = (),
-) -> Chosen:
+) -> Selection:
     """What the options ask for. Raises BadChoice."""
     if any(not pattern for pattern in modules):
-        raise BadChoice(
+        raise BadSelection(
             "--module is empty; give a module's dotted name or a glob, such as 'blocks.1*'"
         )
     spans = (
         None if ranks is None else tuple(_span(part.strip(), ranks) for part in ranks.split(","))
     )
-    return Chosen(step, spans, tuple(modules), tuple(link for link in LINKS if link in links))
+    return Selection(step, spans, tuple(modules), tuple(link for link in LINKS if link in links))
 
 
 def _span(part: str, whole: str) -> tuple[int, int]:
     found = _RANKS.fullmatch(part)
     last = int(found[2] or found[1]) if found is not None else -1
     if found is None or last < int(found[1]):
-        raise BadChoice(f"--rank is {whole!r}, of which {part!r} is no rank; write 3 or 0,4-7")
+        raise BadSelection(f"--rank is {whole!r}, of which {part!r} is no rank; write 3 or 0,4-7")
     if last - int(found[1]) > 1_000_000:
-        raise BadChoice(f"--rank is {whole!r}, which are more ranks than any job has")
+        raise BadSelection(f"--rank is {whole!r}, which are more ranks than any job has")
     return int(found[1]), last

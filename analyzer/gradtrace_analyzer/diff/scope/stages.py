@@ -20,7 +20,7 @@ class Stages:
 
     @property
     def common(self) -> list[int]:
-        """The stages of both sides."""
+        """The stages that both sides have, ascending."""
         return sorted(set(self.ranks["baseline"]) & set(self.ranks["candidate"]))
 
     def note(self) -> str:
@@ -55,5 +55,5 @@ class Stages:
         ]
 
     def of_rank(self, side: str, rank: int) -> list[int]:
-        """The stages that a rank of a side holds."""
+        """The stages that a rank of a side holds, in no order; a schedule may give a rank several."""
         return [stage for stage, holder in self.ranks[side].items() if holder == rank]

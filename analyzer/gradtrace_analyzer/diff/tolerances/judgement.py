@@ -12,7 +12,12 @@ from functools import cached_property
 
 import duckdb
 
-from gradtrace_analyzer.diff.code.rewritten import Aside, Scaled, set_aside, unscale
+from gradtrace_analyzer.diff.code.legal_changes import (
+    LossScale,
+    SetAside,
+    divide_out_loss_scales,
+    set_aside,
+)
 from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.diff.tolerances.amplification import (
     write_arriving,
@@ -23,10 +28,10 @@ from gradtrace_analyzer.diff.tolerances.lengths import (
     GAIN,
     MANY,
     SEEN_GAINS,
-    find_steady,
-    write_usual,
+    mark_steady_factors,
+    write_usual_gain,
 )
-from gradtrace_analyzer.diff.tolerances.noise import Noise, Repeats
+from gradtrace_analyzer.diff.tolerances.noise import Noise, RepeatRuns
 from gradtrace_analyzer.diff.tolerances.updates import is_plain, judge_given, judge_updates
 from gradtrace_analyzer.numerics.tolerance import (
     DECISIVE,
@@ -35,7 +40,7 @@ from gradtrace_analyzer.numerics.tolerance import (
     NOISE_FLOOR,
     PRECISIONS,
     SEEN,
-    Least,
+    LowerBound,
     Rule,
     roundoff,
 )
@@ -75,10 +80,10 @@ class Judgement:
         self._declared = max(declared, key=PRECISIONS.__getitem__, default=None)
         self.rule = Rule(roundoff("float32"), "float32", 1, 1)
         self.scale = scale
-        self._repeats = Repeats(runs["baseline"], repeats) if repeats else None
+        self._repeats = RepeatRuns(runs["baseline"], repeats) if repeats else None
         self.noise: Noise | None = None
-        self.scaled: list[Scaled] = []
-        self.aside: list[Aside] = []
+        self.scaled: list[LossScale] = []
+        self.aside: list[SetAside] = []
 
     def write(self) -> None:
         """Add the columns and fill them, in the tables of the steps that are open.
@@ -94,19 +99,19 @@ class Judgement:
             for role, _ in table.sides:
                 self._connection.execute(f"ALTER TABLE {name} ADD COLUMN {role}_tolerance DOUBLE")
             self._connection.execute(
-                f"ALTER TABLE {name} ADD COLUMN noise VARCHAR; ALTER TABLE {name} ADD COLUMN told_by VARCHAR;"
+                f"ALTER TABLE {name} ADD COLUMN noise VARCHAR; ALTER TABLE {name} ADD COLUMN shown_by VARCHAR;"
                 f"ALTER TABLE {name} ADD COLUMN given BOOLEAN; ALTER TABLE {name} ADD COLUMN beyond BOOLEAN;"
                 # What is no summary (a setting, a row of one side) has no tolerance: it counts as it is.
                 f"UPDATE {name} SET given = exceeds, beyond = exceeds"
             )
-        self.scaled = unscale(self._connection)
+        self.scaled = divide_out_loss_scales(self._connection)
         self._shapes()
         self._growth()
         self._rounding()
         write_arriving(self._connection)
         write_kinks(self._connection)
         write_unsteady(self._connection)
-        write_usual(self._connection)
+        write_usual_gain(self._connection)
         for table in LINK_TABLES:
             if table.table in filled:
                 self._judge(table)
@@ -117,17 +122,17 @@ class Judgement:
             judge_given(self._connection, self.rule, self._scale, is_step_alone=self._is_step_alone)
         if self._repeats is not None:
             self.noise = self._repeats.measure(self._connection, self._scale)
-        find_steady(self._connection)
+        mark_steady_factors(self._connection)
 
     def set_aside(self, *, known: bool) -> None:
         """Take out rows of one side alone that change nothing: of `known` kinds, or any."""
         if not self._exact:
             self.aside += set_aside(self._connection, known_only=known)
 
-    def least(self) -> Least:
+    def lower_bound(self) -> LowerBound:
         """The smallest tolerances that the rule can give: what is larger may exceed, once its step is open."""
         if self._repeats is not None:
-            return Least()
+            return LowerBound()
         layers, summands = self._sizes
         units = [
             roundoff(dtype)
@@ -137,7 +142,7 @@ class Judgement:
             ).fetchall()
         ]
         finest = min(filter(None, units), default=FINEST)
-        return Least(self._scale, summands, layers, finest, is_plain(self._connection))
+        return LowerBound(self._scale, summands, layers, finest, is_plain(self._connection))
 
     def pair_repeats(self, *, is_arranged: bool, new_names: Mapping[str, str]) -> None:
         """Have repeats paired as the comparison pairs: by stage, or under the candidate's names."""
@@ -146,7 +151,7 @@ class Judgement:
             self._repeats.new_names = new_names
 
     def close(self) -> None:
-        """Close what was opened of repeats."""
+        """Close the connections to repeats of the baseline. May be called more than once."""
         if self._repeats is not None:
             self._repeats.close()
 
@@ -174,7 +179,9 @@ class Judgement:
 
     @cached_property
     def _sizes(self) -> tuple[int, int]:
-        """(layers, the longest sum), of the first step."""
+        """(modules with parameters of their own, terms of the longest sum that a product adds up), both of the first
+        step.
+        """
         row = self._connection.execute(
             "WITH owners AS (SELECT DISTINCT root, parameter_fqn, "
             "owner_of(parameter_fqn) AS owner, numel, shape FROM baseline.parameters "
@@ -224,13 +231,13 @@ class Judgement:
             "SELECT rank, step, unit, min(place) FROM "
             f"({' UNION ALL '.join(parts)}) WHERE unit > 0 GROUP BY ALL ORDER BY rank, step, min(place)"
         ).fetchall()
-        least = PRECISIONS[self._declared] if self._declared else 0.0
+        lower_bound = PRECISIONS[self._declared] if self._declared else 0.0
         rows: list[tuple[object, ...]] = []
         last: tuple[int, int] | None = None
         unit = 0.0
         for rank, step, new, place in firsts:
             if (rank, step) != last:
-                last, unit = (rank, step), max(least, FINEST)
+                last, unit = (rank, step), max(lower_bound, FINEST)
             elif new <= unit:
                 continue
             else:
@@ -358,7 +365,7 @@ class Judgement:
         # Where its length alone tells, it is held against what lengths may do.
         if len(table.sides) == 2:
             self._connection.execute(
-                f"UPDATE {name} d SET told_by = 'length', writes_tolerance = j.length_tolerance FROM judged j "
+                f"UPDATE {name} d SET shown_by = 'length', writes_tolerance = j.length_tolerance FROM judged j "
                 "WHERE j.id = d.rowid AND j.is_longer"
             )
 

@@ -40,7 +40,7 @@ _JUDGED = (
 )
 
 
-def write_usual(connection: duckdb.DuckDBPyConnection) -> None:
+def write_usual_gain(connection: duckdb.DuckDBPyConnection) -> None:
     """`usual_gain`: what is usual in a rank's step, of the Nodes and of the modules.
 
     Of Nodes it is the root of the mean square without the largest. Modules hold each other, so that one that lengthens
@@ -58,8 +58,8 @@ def write_usual(connection: duckdb.DuckDBPyConnection) -> None:
     )
 
 
-def find_steady(connection: duckdb.DuckDBPyConnection) -> None:
-    """Mark Nodes that lengthen by the same factor time after time as beyond their tolerance, `told_by` that."""
+def mark_steady_factors(connection: duckdb.DuckDBPyConnection) -> None:
+    """Mark Nodes that lengthen by the same factor time after time as beyond their tolerance, `shown_by` that."""
     place = "key_root, key_module_fqn, key_call_index, key_node_name, key_occurrence"
     unit = "greatest(roundoff(writes_b_dtype), roundoff(writes_c_dtype))"
     connection.execute(
@@ -79,7 +79,7 @@ def find_steady(connection: duckdb.DuckDBPyConnection) -> None:
         f"SELECT id, least FROM told, counts WHERE is_steady AND steady <= greatest(1, {_MOST_STEADY} * noisy)"
     )
     connection.execute(
-        "UPDATE differing_node_events d SET beyond = true, exceeds = true, told_by = 'steady', "
+        "UPDATE differing_node_events d SET beyond = true, exceeds = true, shown_by = 'steady', "
         "writes_tolerance = s.least FROM steady s "
         "WHERE s.id = d.rowid AND NOT d.exceeds"
     )

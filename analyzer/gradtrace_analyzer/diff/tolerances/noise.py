@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.diff.code.rewritten import unscale
+from gradtrace_analyzer.diff.code.legal_changes import divide_out_loss_scales
 from gradtrace_analyzer.diff.divided.by_stage import arrange
 from gradtrace_analyzer.diff.links import LINK_TABLES, TABLE_NAMES, LinkTable
-from gradtrace_analyzer.diff.pairing.opening import Opening, Reading
+from gradtrace_analyzer.diff.pairing.opening import RunPair, StepOpener
 from gradtrace_analyzer.errors import NoRepeat
 from gradtrace_analyzer.numerics.tolerance import DECISIVE
 from gradtrace_analyzer.runs.run import Run
@@ -59,7 +59,7 @@ class Noise:
         )
 
 
-class Repeats:
+class RepeatRuns:
     """Repeats of the baseline, each paired with it on a connection of its own, as the comparison pairs.
 
     `is_arranged`, the comparison is one of stages, not of ranks; `new_names` are the candidate's names for those of
@@ -71,17 +71,17 @@ class Repeats:
         self.new_names: Mapping[str, str] = {}
         self._baseline, self._repeats = baseline, repeats
         self._names = tuple(run.name for run in repeats)
-        self._opened: list[tuple[duckdb.DuckDBPyConnection, Opening]] | None = None
+        self._opened: list[tuple[duckdb.DuckDBPyConnection, StepOpener]] | None = None
 
     @property
-    def _pairs(self) -> list[tuple[duckdb.DuckDBPyConnection, Opening]]:
+    def _pairs(self) -> list[tuple[duckdb.DuckDBPyConnection, StepOpener]]:
         if self._opened is None:
             self._opened = []
             for repeat in self._repeats:
                 self._opened.append(self._pair(repeat))
         return self._opened
 
-    def _pair(self, repeat: Run) -> tuple[duckdb.DuckDBPyConnection, Opening]:
+    def _pair(self, repeat: Run) -> tuple[duckdb.DuckDBPyConnection, StepOpener]:
         runs = {"baseline": self._baseline, "candidate": repeat}
         ranks = sorted(set(self._baseline.ranks) & set(repeat.ranks))
         pair = connect_pair(self._baseline, repeat)
@@ -95,22 +95,22 @@ class Repeats:
                 pair.executemany(
                     "INSERT INTO renamed_name VALUES (?, ?)", list(self.new_names.items())
                 )
-            reading = Reading(runs, counts, are_arranged=self.is_arranged)
+            reading = RunPair(runs, counts, are_arranged=self.is_arranged)
             unread = {table.table: "" for table in LINK_TABLES}
-            opening = Opening(pair, reading, ranks, unread, lambda _: None)
+            opening = StepOpener(pair, reading, ranks, unread, lambda _: None)
             if not _shares_values(pair):
                 raise NoRepeat(
                     f"--noise {repeat.name} is no repeat of the baseline: hardly a value in it is of the same step, "
                     "rank and parameter or module, and of the same size"
                 )
-            unscale(pair)
+            divide_out_loss_scales(pair)
         except BaseException:
             pair.close()
             raise
         return pair, opening
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the repeats, where any was opened."""
         for pair, _ in self._opened or ():
             pair.close()
 
@@ -130,7 +130,7 @@ class Repeats:
         for pair, opening in self._pairs:
             if opening.tallies:
                 opening.reopen(places)
-                unscale(pair)
+                divide_out_loss_scales(pair)
             for table in LINK_TABLES:
                 if table.table not in _PLACES:
                     continue
@@ -232,7 +232,7 @@ def _apply(connection: duckdb.DuckDBPyConnection, table: LinkTable, scale: float
         keep = "" if first else "d.beyond OR "
         keep_exceeds = "" if first else "d.exceeds OR "
         connection.execute(
-            f"UPDATE differing_{name} d SET {yield_columns} noise = 'measured', told_by = NULL, "
+            f"UPDATE differing_{name} d SET {yield_columns} noise = 'measured', shown_by = NULL, "
             f"beyond = d.given OR {keep}coalesce(m.differs AND (m.error > m.allowed OR m.error IS NULL), false), "
             f"exceeds = d.given OR {keep_exceeds}coalesce(m.differs AND (m.error > m.allowed * "
             f"{_decisive(name)} OR m.error IS NULL), false) FROM measured m WHERE m.id = d.rowid"

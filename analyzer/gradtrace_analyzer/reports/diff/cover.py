@@ -34,8 +34,8 @@ def compared(cover: Cover) -> str:
 def lacking(cover: Cover) -> str:
     """What was not compared, as a sentence to follow others; nothing where there is no such thing."""
     said = list(_lacking_steps(cover))
-    if not cover.chosen.is_all:
-        said.append(f"anything but what was asked for ({cover.chosen.said})")
+    if not cover.selection.is_all:
+        said.append(f"anything but what was asked for ({cover.selection.phrase})")
     return f" Not compared: {'; '.join(said)}." if said else ""
 
 
@@ -51,8 +51,8 @@ def _lacking_steps(cover: Cover) -> Iterator[str]:
 
 def caveats(cover: Cover, *, are_summed: bool = False) -> Iterator[str]:
     """What restricts the answer, a sentence each. Ranks that are summed over are not missed."""
-    if not cover.chosen.is_all:
-        yield f"Compared only, as asked: {cover.chosen.said}."
+    if not cover.selection.is_all:
+        yield f"Compared only, as asked: {cover.selection.phrase}."
     for steps_lacking in _lacking_steps(cover):
         yield f"Not compared: {steps_lacking}."
     for side, steps in cover.flights.items():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gradtrace_analyzer.diff.gate import NO_ERROR, Failing
+from gradtrace_analyzer.diff.gate import NO_ERROR, GateFailure
 from gradtrace_analyzer.reports.diff.places import place_of
 from gradtrace_analyzer.words.numbers import ranks_phrase
 
 
-def failure_words(found: Failing) -> str:
+def failure_words(found: GateFailure) -> str:
     """What failed, in one line: step, ranks, place, error and threshold."""
     said = (
         f"step {found.step}" if found.step is not None else "",

@@ -9,7 +9,7 @@ from typing import Any
 from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.links import LINKS
 from gradtrace_analyzer.diff.origin import Origin, Reached
-from gradtrace_analyzer.diff.origins.chain_rows import Passage
+from gradtrace_analyzer.diff.origins.chain_rows import ChainRow
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.words.nouns import upper_first
 from gradtrace_analyzer.words.numbers import and_more, ranks_phrase, told_apart, verb
@@ -106,7 +106,7 @@ def _heirs(origins: Sequence[Origin]) -> Iterator[str]:
     origins = origins[:_MOST_SHOWN]
     rows = []
     for link in LINKS:
-        counts = [origin.heirs.get(link, (0, 0)) for origin in origins]
+        counts = [origin.inherited_counts.get(link, (0, 0)) for origin in origins]
         if any(map(any, counts)):
             rows.append((link, *(_count(*pair) for pair in counts)))
     heads = ("link", *(f"origin {n + 1}" for n in range(len(origins))))
@@ -140,7 +140,7 @@ def chain_objects(answer: Answer) -> list[dict[str, Any]]:
     return [asdict(p) for p in answer.chain]
 
 
-def _row(p: Passage) -> str:
+def _row(p: ChainRow) -> str:
     key = p.key
     if key.get("node_name") is not None:
         module = key["module_fqn"]

@@ -9,7 +9,7 @@ from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.code.structure import as_object as lone_object
 from gradtrace_analyzer.diff.origin import Origin, Rescaled
 from gradtrace_analyzer.diff.scope.cover import Cover
-from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from gradtrace_analyzer.reports.diff.inheritance import chain_objects, reached_object
 from gradtrace_analyzer.reports.diff.structure import compiled_lines, naming_lines
 from gradtrace_analyzer.reports.diff.text import explanation
@@ -109,7 +109,7 @@ def _origin_object(origin: Origin) -> dict[str, Any]:
         "reached": [reached_object(r) for r in origin.reached],
         "inherits": {
             link: {"alone": alone, "shared": shared}
-            for link, (alone, shared) in origin.heirs.items()
+            for link, (alone, shared) in origin.inherited_counts.items()
         },
         "relative_error": abs(factor - 1) if factor is not None else error,
         "tolerance": None if change is None else change.tolerance,
@@ -130,7 +130,7 @@ def _rescaled_object(found: Rescaled) -> dict[str, Any]:
     }
 
 
-def _failure_object(failure: Failure) -> dict[str, Any]:
+def _failure_object(failure: OneSidedFailure) -> dict[str, Any]:
     names = ("event_index", "node_name", "root", "module_fqn", "parameter_fqn", "exception_type")
     return {
         "side": failure.side,
@@ -163,7 +163,7 @@ def _cover_object(cover: Cover) -> dict[str, Any]:
         "dropped": {s: dict(r) for s, r in cover.dropped.items()},
         "unsummarised": {s: dict(r) for s, r in cover.unsummarised.items()},
         "unread": {s: [{"table": t, "rank": r} for t, r in p] for s, p in cover.unread.items()},
-        "asked_for": cover.chosen.said or None,
+        "asked_for": cover.selection.phrase or None,
         "flights": {s: list(steps) for s, steps in cover.flights.items()},
         "filters": {s: dict(r) for s, r in cover.filters.items()},
     }

@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from xml.etree import ElementTree
 
 from gradtrace_analyzer.diff.answer import Answer
-from gradtrace_analyzer.diff.gate import Failing, Gate
+from gradtrace_analyzer.diff.gate import Gate, GateFailure
 from gradtrace_analyzer.diff.links import LINKS
 from gradtrace_analyzer.reports.diff.gate import failure_words
 from gradtrace_analyzer.reports.diff.text import explanation
 
 
 def junit_xml(
-    answer: Answer, names: tuple[str, str], gates: tuple[Gate, ...], found: Mapping[str, Failing]
+    answer: Answer,
+    names: tuple[str, str],
+    gates: tuple[Gate, ...],
+    found: Mapping[str, GateFailure],
 ) -> str:
     """The document. A link that no gate speaks of, or of which nothing was compared, is skipped; where nothing can be
     compared at all, each that a gate speaks of is an error."""
@@ -43,7 +46,7 @@ def _case(
     answer: Answer,
     names: tuple[str, str],
     gates: tuple[Gate, ...],
-    found: Mapping[str, Failing],
+    found: Mapping[str, GateFailure],
 ) -> ElementTree.Element:
     case = ElementTree.Element(
         "testcase", {"classname": f"gradtrace.{_clean(names[1])}", "name": link, "time": "0"}

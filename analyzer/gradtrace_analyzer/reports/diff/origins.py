@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.difference import LENGTHS, Change
-from gradtrace_analyzer.diff.findings.repeated import Repeated
-from gradtrace_analyzer.diff.findings.replayed import replay_sentence
+from gradtrace_analyzer.diff.findings.replays import replay_sentence
+from gradtrace_analyzer.diff.findings.rerun_nodes import RerunNode
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.tolerances.noise import SCATTER
-from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from gradtrace_analyzer.reports.diff.places import (
     and_others,
     bucket_of,
@@ -173,7 +173,7 @@ def origin_sentence(origin: Origin) -> str:
             f"{where}the reduced gradient of {parameter_of(origin)}{and_others(origin)} {size}, "
             "although the local gradients are equal on all ranks: the reduction is where they part."
         )
-    if origin.link == "clip" and origin.change is not None and origin.change.told_by == "sums":
+    if origin.link == "clip" and origin.change is not None and origin.change.shown_by == "sums":
         return (
             f"{where}the gradient of {parameter_of(origin)}{and_others(origin)} that the optimizer saw {size}, "
             "although what was compared of the step before it, sums over the parts, is equal (they do not show what "
@@ -217,7 +217,7 @@ def _handed_sentence(origin: Origin) -> str:
     )
 
 
-def failure_clause(failure: Failure) -> str:
+def failure_clause(failure: OneSidedFailure) -> str:
     """Which pass failed where, why, and what it had reached: a sentence without its place in front."""
     return f"the {failure.side}'s backward pass {failure.backward_index} failed {failure.told}"
 
@@ -252,7 +252,7 @@ def _rounding(origin: Origin) -> str:
     change = origin.change
     if change is None or change.error is None or not change.tolerance:
         return ""
-    if change.told_by in LENGTHS:
+    if change.shown_by in LENGTHS:
         return f"; {length_words(change)}"
     if change.noise is not None:
         return f"; noise here is {change.tolerance / SCATTER:.0e}, which would explain {change.tolerance:.1e}"
@@ -261,7 +261,7 @@ def _rounding(origin: Origin) -> str:
 
 def length_words(change: Change) -> str:
     """Why a length is too large or too small, where its direction is what rounding may make of it."""
-    if change.told_by == "steady":
+    if change.shown_by == "steady":
         return "it is that much longer or shorter time after time, and rounding is never the same twice"
     return f"rounding would explain that it is longer or shorter by {change.tolerance:.1e}"
 
@@ -368,7 +368,7 @@ def nonfinite_sentence(origin: Origin) -> str:
     )
 
 
-def repeated_sentence(found: Repeated) -> str:
+def repeated_sentence(found: RerunNode) -> str:
     """A Node that ran again, with a multiple of what arrived before."""
     return (
         f"Backward pass {found.backward_index}, of the {found.side} alone, runs Nodes of backward pass "

@@ -48,7 +48,7 @@ def _distance(origin: Origin, change: Change) -> str:
     if change.error == 0:
         return "differs in bits that its norm, sum and sketch do not show"
     ratio: float = change.candidate["norm"] / (change.baseline["norm"] or 1.0)
-    if change.told_by in LENGTHS:
+    if change.shown_by in LENGTHS:
         longer = ratio / _ratio(origin.difference.reads)
         if abs(longer - 1) < 1e-3:
             return f"differs by {change.error:.1e}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gradtrace_analyzer.diff.answer import Answer
-from gradtrace_analyzer.diff.code.structure import Lone
+from gradtrace_analyzer.diff.code.structure import OneSided
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.words.nouns import SIDES, enumerated, module_phrase, other_side
@@ -16,7 +16,7 @@ _MOST_LINES = 12
 _MOST_CHARACTERS = 60
 
 
-def structure_lines(structure: Sequence[Lone]) -> Iterator[str]:
+def structure_lines(structure: Sequence[OneSided]) -> Iterator[str]:
     """One line for each thing that a side alone has: a layer with what it holds, the Nodes of a module together."""
     said = [*_modules(structure), *_code_inside(structure), *_happened(structure)]
     yield from said[:_MOST_LINES]
@@ -24,7 +24,7 @@ def structure_lines(structure: Sequence[Lone]) -> Iterator[str]:
         yield f"and {len(said) - _MOST_LINES} more (--format json has all)"
 
 
-def code_phrase(code: Sequence[Lone]) -> str:
+def code_phrase(code: Sequence[OneSided]) -> str:
     """Changed code in a few words: `blocks.2 (Block: 7 modules) is in the candidate alone (and 1 more change)`."""
     said = [*_modules(code), *_code_inside(code)] or ["a part of it is compiled on one side"]
     more = len(said) - 1
@@ -60,7 +60,7 @@ def naming_lines(answer: Answer) -> Iterator[str]:
         yield f"Modules of the candidate look renamed: try {options}."
 
 
-def compiled_lines(structure: Sequence[Lone]) -> Iterator[str]:
+def compiled_lines(structure: Sequence[OneSided]) -> Iterator[str]:
     """What ran inside compiled code on one side, and so was not seen there."""
     for side in SIDES:
         inside = [e for e in structure if e.is_compiled and e.only_in == side]
@@ -97,7 +97,7 @@ def _value(value: Any) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
 
 
-def _modules(structure: Sequence[Lone]) -> Iterator[str]:
+def _modules(structure: Sequence[OneSided]) -> Iterator[str]:
     for e in structure:
         if e.kind == "rank":
             yield f"rank {e.name} is in the {e.only_in} alone"
@@ -108,9 +108,9 @@ def _modules(structure: Sequence[Lone]) -> Iterator[str]:
             yield f"{kind}{module_phrase(e.name)}{f' ({about})' if about else ''} is in the {e.only_in} alone"
 
 
-def _code_inside(structure: Sequence[Lone]) -> Iterator[str]:
+def _code_inside(structure: Sequence[OneSided]) -> Iterator[str]:
     """Nodes and calls of changed code; modules whose code changed alike share a line."""
-    by_module: dict[str | None, list[Lone]] = {}
+    by_module: dict[str | None, list[OneSided]] = {}
     for e in structure:
         if e.is_code and e.kind in ("node", "call") and not e.is_compiled:
             by_module.setdefault(e.module_fqn, []).append(e)
@@ -127,7 +127,7 @@ def _code_inside(structure: Sequence[Lone]) -> Iterator[str]:
         yield f"{modules[0]}{more} runs {said}"
 
 
-def _inside(entry: Lone) -> str:
+def _inside(entry: OneSided) -> str:
     if entry.kind == "call":
         return f"a {entry.phase} call"
     steps = (entry.last_step or 0) - (entry.first_step or 0) + 1
@@ -135,9 +135,9 @@ def _inside(entry: Lone) -> str:
     return f"{each:.0f} {entry.name}" if each >= 1.5 else entry.name
 
 
-def _happened(structure: Sequence[Lone]) -> Iterator[str]:
+def _happened(structure: Sequence[OneSided]) -> Iterator[str]:
     """What is alone in some steps or ranks: alike things of a kind, side and time share a line."""
-    alike: dict[tuple[Any, ...], list[Lone]] = {}
+    alike: dict[tuple[Any, ...], list[OneSided]] = {}
     for e in structure:
         if not e.is_code and e.kind != "rank":
             alike.setdefault((e.kind, e.only_in, e.ranks, e.first_step, e.last_step), []).append(e)

@@ -125,7 +125,7 @@ def _tolerance_here(answer: Answer) -> str:
         return ""
     if not measured and answer.first_bits is None and answer.sums is None:
         return ""
-    if change.told_by in LENGTHS:
+    if change.shown_by in LENGTHS:
         return f" {upper_first(length_words(change))}."
     return f" {upper_first(_explained(change, answer))}."
 

@@ -9,8 +9,8 @@ import duckdb
 import pytest
 
 from gradtrace_analyzer.diff.code.changed_code import mark_code, take_out
-from gradtrace_analyzer.diff.code.structure import Parts
-from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.diff.code.structure import ModelNames
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from support.synthetic_runs.differences import Row, Rows, paired, sides
 
 STEPS, RANKS = range(3), range(2)
@@ -42,7 +42,7 @@ def marked(
     a: Rows | None = None,
     *,
     lone: Mapping[str, Mapping[str, Collection[str]]] = NONE,
-    failures: Collection[Failure] = (),
+    failures: Collection[OneSidedFailure] = (),
     unjudged: Collection[tuple[int, int]] = (),
 ) -> duckdb.DuckDBPyConnection:
     connection = paired(a or run(), b)
@@ -51,7 +51,7 @@ def marked(
     connection.execute(
         "ALTER TABLE differing_node_events ADD COLUMN beyond BOOLEAN; UPDATE differing_node_events SET beyond = exceeds"
     )
-    Parts(connection).make_callers()
+    ModelNames(connection).make_callers()
     mark_code(connection, lone, failures)
     return connection
 
@@ -142,11 +142,11 @@ def test_steps_with_other_passes_tell_nothing_of_a_modules_code() -> None:
 
 def test_what_a_rank_lacks_from_a_failure_on_is_no_code() -> None:
     row = {"node_name": "A", "module_fqn": "m"}
-    failure = Failure(0, 0, 0, row)
+    failure = OneSidedFailure(0, 0, 0, row)
     a = extra(EVERYWHERE)
     assert changed(marked(run(), a)) == EVERYWHERE
     assert changed(marked(run(), a, failures=[failure])) == []
-    late = [Failure(rank, 2, 0, row) for rank in RANKS]
+    late = [OneSidedFailure(rank, 2, 0, row) for rank in RANKS]
     # In front of it the Node is there alone in most steps: that is code, and what follows the failure is not.
     assert changed(marked(run(), a, failures=late)) == [p for p in EVERYWHERE if p[1] < 2]
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from gradtrace_analyzer.diff.code.structure import (
-    Lone,
-    Parts,
+    ModelNames,
+    OneSided,
     Structure,
     as_object,
     structure_of,
-    wants_lone,
+    wants_one_sided,
 )
 from gradtrace_analyzer.diff.scope.selection import chosen
 from support.synthetic_runs.differences import Row, Rows, paired
@@ -47,7 +47,7 @@ def side(
 def structure(a: Rows, b: Rows, **options: Any) -> Structure:
     connection = paired(a, b)
     connection.execute("ALTER TABLE differing_node_events ADD COLUMN beyond BOOLEAN")
-    return structure_of(connection, Parts(connection), **options)
+    return structure_of(connection, ModelNames(connection), **options)
 
 
 PLAIN = {"": "Net", "body": "Block", "body.fc": "Linear"}
@@ -56,7 +56,7 @@ PLAIN = {"": "Net", "body": "Block", "body.fc": "Linear"}
 def test_layer_that_was_added_is_one_entry_with_all_that_is_in_it() -> None:
     gate = {"body.gate": "Gate", "body.gate.fc": "Linear"}
     found = structure(side(PLAIN), side(PLAIN | gate, ("body.gate.fc.weight", "body.gate.fc.bias")))
-    [entry] = found.lone
+    [entry] = found.one_sided
     assert (entry.kind, entry.name, entry.only_in, entry.module_class) == (
         "module",
         "body.gate",
@@ -71,7 +71,7 @@ def test_layer_that_was_added_is_one_entry_with_all_that_is_in_it() -> None:
 
 
 def test_parameter_by_itself_is_of_the_module_that_both_have() -> None:
-    [entry] = structure(side(PLAIN, ("body.scale",)), side(PLAIN)).lone
+    [entry] = structure(side(PLAIN, ("body.scale",)), side(PLAIN)).one_sided
     assert (entry.kind, entry.name, entry.only_in, entry.module_fqn) == (
         "parameter",
         "body.scale",
@@ -84,7 +84,7 @@ def test_parameter_by_itself_is_of_the_module_that_both_have() -> None:
 def test_container_that_is_never_called_is_named_where_it_begins() -> None:
     """Its layers have names below one that the other side has not."""
     layers = {"layers.0": "Block", "layers.1": "Block"}
-    [entry] = structure(side(PLAIN), side(PLAIN | layers)).lone
+    [entry] = structure(side(PLAIN), side(PLAIN | layers)).one_sided
     assert (entry.name, entry.module_class, entry.holds) == ("layers", None, {"modules": 2})
 
 
@@ -111,18 +111,18 @@ def test_module_hidden_in_compiled_code_is_no_other_model() -> None:
     compiled = [node("CompiledFunctionBackward", s, "body") for s in (0, 1)]
     fewer = {"": "Net", "body": "Block"}
     found = structure(side(PLAIN), side(fewer, node_events=compiled))
-    module, called = found.lone
+    module, called = found.one_sided
     assert (module.name, module.is_compiled, module.is_of_the_model) == ("body.fc", True, False)
     assert (called.name, called.is_compiled) == ("CompiledFunctionBackward", True)
     assert found.compiled == {"candidate": ("body",)}
     # What holds parameters is none that a compiler hides.
-    weights = structure(side(PLAIN, ("body.fc.w",)), side(fewer, node_events=compiled)).lone[0]
+    weights = structure(side(PLAIN, ("body.fc.w",)), side(fewer, node_events=compiled)).one_sided[0]
     assert not weights.is_compiled
 
 
 def test_node_of_every_step_is_one_entry_that_counts_its_rows() -> None:
     nodes = [node("GeluBackward0", s) for s in (0, 1)]
-    [entry] = structure(side(PLAIN), side(PLAIN, node_events=nodes)).lone
+    [entry] = structure(side(PLAIN), side(PLAIN, node_events=nodes)).one_sided
     assert (entry.kind, entry.name, entry.module_fqn, entry.count) == (
         "node",
         "GeluBackward0",
@@ -143,7 +143,7 @@ def test_what_happened_in_a_later_step_is_told_by_its_kind_and_is_no_code() -> N
         optimizer_groups=[{"step": 1, "optimizer_index": 1, "group_index": 2}],
     )  # fmt: skip
     found = structure(side(PLAIN), happened)
-    assert [(e.kind, e.name, e.module_fqn) for e in found.lone] == [
+    assert [(e.kind, e.name, e.module_fqn) for e in found.one_sided] == [
         ("pass", "grad 2", None),
         ("input", "mask", None),
         ("node", "A", "body.fc"),
@@ -151,7 +151,7 @@ def test_what_happened_in_a_later_step_is_told_by_its_kind_and_is_no_code() -> N
         ("bucket", "w", None),
         ("group", "1.2", None),
     ]
-    assert not any(e.is_code for e in found.lone) and found.code == ()
+    assert not any(e.is_code for e in found.one_sided) and found.code == ()
     assert found.touched == frozenset() and found.places == {}
 
 
@@ -161,8 +161,8 @@ def test_code_is_told_with_what_is_of_the_model_first() -> None:
     assert [e.kind for e in found.code] == ["module", "node"]
     loss = Structure(
         (
-            Lone("node", "A", "candidate", is_code=True),
-            Lone("module", "m", "candidate", is_code=True),
+            OneSided("node", "A", "candidate", is_code=True),
+            OneSided("module", "m", "candidate", is_code=True),
         )
     )
     assert [e.kind for e in loss.code] == ["module", "node"]
@@ -175,34 +175,34 @@ def test_sides_with_the_same_names_and_pairs_have_the_same_structure() -> None:
 def test_pairs_prove_the_names_where_no_name_is_known_to_be_alone() -> None:
     """Then the names are not asked for; of a parameter that has no partner they are."""
     assert structure(side(PLAIN, ("w",)), side(PLAIN, ("w",)), proves_names=True) == Structure()
-    [entry] = structure(side(PLAIN, ("w",)), side(PLAIN), proves_names=True).lone
+    [entry] = structure(side(PLAIN, ("w",)), side(PLAIN), proves_names=True).one_sided
     assert entry.name == "w"
 
 
 @pytest.mark.parametrize(
     ("entry", "asked", "is_wanted"),
     [
-        (Lone("node", "A", "candidate", "blocks.1.fc"), {"modules": ["blocks.1"]}, True),
-        (Lone("node", "A", "candidate", "blocks.2"), {"modules": ["blocks.1"]}, False),
-        (Lone("pass", "grad 1", "candidate"), {"modules": ["blocks.1"]}, True),  # it is of no module
-        (Lone("node", "A", "candidate", "m"), {"links": ["backward"]}, True),
-        (Lone("node", "A", "candidate", "m"), {"links": ["forward"]}, False),
-        (Lone("gradient", "final w", "candidate"), {"links": ["clip"]}, True),
-        (Lone("module", "m", "candidate", "m"), {"links": ["forward"]}, False),
-        (Lone("module", "m", "candidate", "m"), {}, True),
+        (OneSided("node", "A", "candidate", "blocks.1.fc"), {"modules": ["blocks.1"]}, True),
+        (OneSided("node", "A", "candidate", "blocks.2"), {"modules": ["blocks.1"]}, False),
+        (OneSided("pass", "grad 1", "candidate"), {"modules": ["blocks.1"]}, True),  # it is of no module
+        (OneSided("node", "A", "candidate", "m"), {"links": ["backward"]}, True),
+        (OneSided("node", "A", "candidate", "m"), {"links": ["forward"]}, False),
+        (OneSided("gradient", "final w", "candidate"), {"links": ["clip"]}, True),
+        (OneSided("module", "m", "candidate", "m"), {"links": ["forward"]}, False),
+        (OneSided("module", "m", "candidate", "m"), {}, True),
     ],
 )  # fmt: skip
 def test_what_was_not_asked_for_is_not_told(
-    entry: Lone, asked: dict[str, Any], is_wanted: bool
+    entry: OneSided, asked: dict[str, Any], is_wanted: bool
 ) -> None:
-    assert wants_lone(chosen(**asked), entry) == is_wanted
+    assert wants_one_sided(chosen(**asked), entry) == is_wanted
 
 
 def test_entry_is_told_to_programs_with_all_it_has() -> None:
-    entry = Lone(
+    entry = OneSided(
         "module", "m", "candidate", "m", "Block", holds={"modules": 2}, ranks=(0, 3), is_code=True
     )
     told = as_object(entry)
     assert set(told) == set(vars(entry))
     assert (told["holds"], told["ranks"], told["is_code"]) == ({"modules": 2}, [0, 3], True)
-    assert as_object(Lone("pass", "p", "baseline"))["holds"] is None
+    assert as_object(OneSided("pass", "p", "baseline"))["holds"] is None

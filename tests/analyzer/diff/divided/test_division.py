@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.diff.code.structure import Lone
+from gradtrace_analyzer.diff.code.structure import OneSided
 from gradtrace_analyzer.diff.divided.division import Division, divisions, held_nowhere_else
 from support.synthetic_runs.differences import Row, Rows, run_of, views
 
@@ -82,8 +82,8 @@ def test_division_is_said_in_words(division: Division, said: str) -> None:
     assert division.words() == said
 
 
-def lone(kind: str, name: str, **more: Any) -> Lone:
-    return Lone(kind, name, "baseline", name, is_code=True, **more)
+def lone(kind: str, name: str, **more: Any) -> OneSided:
+    return OneSided(kind, name, "baseline", name, is_code=True, **more)
 
 
 def test_what_further_ranks_of_the_other_side_hold_is_not_lone() -> None:

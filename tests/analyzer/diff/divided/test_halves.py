@@ -50,7 +50,7 @@ def ran(
     return {**own, **more}, tensors if len(left) > 1 else []
 
 
-def whole(*runs: tuple[Row, list[Row]]) -> list[dict[str, Any]]:
+def whole_value(*runs: tuple[Row, list[Row]]) -> list[dict[str, Any]]:
     nodes, tensors = [n for n, _ in runs], [t for _, own in runs for t in own]
     connection = views({"node_events": nodes, "node_tensors": tensors})
     connection.execute(
@@ -66,7 +66,7 @@ def whole(*runs: tuple[Row, list[Row]]) -> list[dict[str, Any]]:
 def test_runs_of_one_node_are_one_row_with_what_left_it_in_either() -> None:
     first = ran(110, 0, gradient(3.0, 11), came=1.0)
     second = ran(120, 1, gradient(4.0, 12), came=2.0)
-    [node] = whole(first, second)
+    [node] = whole_value(first, second)
     assert (node["grad_input_norm"], node["grad_input_numel"], node["grad_input_sum"]) == (
         5.0,
         8,
@@ -80,7 +80,7 @@ def test_runs_of_one_node_are_one_row_with_what_left_it_in_either() -> None:
 
 
 def test_node_is_of_its_stage_and_microbatch_at_the_place_of_its_first_run() -> None:
-    [node] = whole(ran(110, 0, gradient(3.0, 11)), ran(120, 1, gradient(4.0, 12)))
+    [node] = whole_value(ran(110, 0, gradient(3.0, 11)), ran(120, 1, gradient(4.0, 12)))
     assert (node["rank"], node["root"], node["backward_index"]) == (1, 1, 2)
     assert (node["record_index"], node["event_index"], node["occurrence"]) == (
         7002 + 110 - 100,
@@ -90,14 +90,14 @@ def test_node_is_of_its_stage_and_microbatch_at_the_place_of_its_first_run() -> 
 
 
 def test_gradient_that_both_halves_gave_counts_once() -> None:
-    [node] = whole(ran(110, 0, gradient(3.0, 11)), ran(120, 1, gradient(3.0, 11)))
+    [node] = whole_value(ran(110, 0, gradient(3.0, 11)), ran(120, 1, gradient(3.0, 11)))
     assert (node["grad_input_norm"], node["grad_input_count"]) == (3.0, 1)
 
 
 def test_nodes_of_one_name_are_numbered_in_the_order_in_which_forward_made_them() -> None:
     later = ran(110, 0, gradient(3.0, 11), autograd_seq=9, occurrence=5)
     earlier = ran(120, 0, gradient(3.0, 12), autograd_seq=3, occurrence=7)
-    assert [(n["autograd_seq"], n["occurrence"], n["event_index"]) for n in whole(later, earlier)] == [
+    assert [(n["autograd_seq"], n["occurrence"], n["event_index"]) for n in whole_value(later, earlier)] == [
         (9, 1, 0),
         (3, 0, 1),
     ]  # fmt: skip
@@ -106,7 +106,7 @@ def test_nodes_of_one_name_are_numbered_in_the_order_in_which_forward_made_them(
 def test_single_gradients_are_taken_as_if_each_were_alone() -> None:
     """A fingerprint among several is weighted by its position, and its lanes are turned by it."""
     pair = ran(110, 0, gradient(3.0, 11), gradient(4.0, 12))
-    [node] = whole(pair)
+    [node] = whole_value(pair)
     weights = multipliers(1 << 40, 2)
     expected = 11 + signed(12 * int(weights[1]) % (1 << 64))
     sum_of = expected - (1 << 61) * int(expected / (1 << 61))  # as SQL's remainder does: to zero
@@ -119,16 +119,16 @@ def test_single_gradients_are_taken_as_if_each_were_alone() -> None:
 
 
 def test_half_that_gave_no_gradient_leaves_what_the_other_gave() -> None:
-    [node] = whole(ran(110, 0), ran(120, 1, gradient(4.0, 12)))
+    [node] = whole_value(ran(110, 0), ran(120, 1, gradient(4.0, 12)))
     assert (node["grad_input_norm"], node["grad_input_count"]) == (4.0, 1)
-    [nothing] = whole(ran(110, 0))
+    [nothing] = whole_value(ran(110, 0))
     assert (nothing["grad_input_norm"], nothing["grad_input_count"]) == (None, 0)
 
 
 def test_half_that_failed_is_the_nodes_outcome() -> None:
-    [node] = whole(ran(110, 0, outcome="ok"), ran(120, 1, outcome="raised"))
+    [node] = whole_value(ran(110, 0, outcome="ok"), ran(120, 1, outcome="raised"))
     assert node["outcome"] == "raised"
 
 
 def test_nodes_that_add_to_parameters_and_those_of_no_stage_are_left_out() -> None:
-    assert whole(ran(110, 0, node_name="AccumulateGrad"), ran(120, 0, stage_index=None)) == []
+    assert whole_value(ran(110, 0, node_name="AccumulateGrad"), ran(120, 0, stage_index=None)) == []

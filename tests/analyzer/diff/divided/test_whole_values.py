@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.diff.divided.whole_values import change_of_sums, held_against, whole
+from gradtrace_analyzer.diff.divided.whole_values import change_between, change_of_sums, whole_value
 
 Part = tuple[Any, ...]
 
@@ -30,7 +30,7 @@ def part(numel: int, norm: float | None = 1.0, **more: Any) -> Part:
 
 
 def test_replica_stands_for_all_of_them() -> None:
-    found = whole([part(8, 3.0), part(8, 4.0)], [part(8)])
+    found = whole_value([part(8, 3.0), part(8, 4.0)], [part(8)])
     assert found is not None and (found["norm"], found["sketch"], found["fingerprint"]) == (
         3.0,
         [1.0, 2.0],
@@ -40,25 +40,25 @@ def test_replica_stands_for_all_of_them() -> None:
 
 def test_shards_add_up_where_that_is_the_size_of_the_other_side() -> None:
     shards = [part(6, 3.0, abs_max=0.5, sum=1.0), part(2, 4.0, abs_max=2.5, sum=-3.0, nan_count=1)]
-    found = whole(shards, [part(8)])
+    found = whole_value(shards, [part(8)])
     assert found is not None
     assert (found["numel"], found["norm"], found["abs_max"], found["sum"]) == (8, 5.0, 2.5, -2.0)
     assert (found["nan_count"], found["sketch"], found["fingerprint"]) == (1, None, None)
 
 
 def test_equal_shards_add_up_too_where_the_other_side_has_the_whole() -> None:
-    found = whole([part(4, 3.0), part(4, 4.0)], [part(8)])
+    found = whole_value([part(4, 3.0), part(4, 4.0)], [part(8)])
     assert found is not None and (found["numel"], found["norm"]) == (8, 5.0)
 
 
 def test_shards_of_both_sides_are_both_whole() -> None:
     two, four = [part(4, 3.0)] * 2, [part(2, 1.0)] * 4
-    sizes = [(whole(a, b) or {}).get("numel") for a, b in ((two, four), (four, two))]
+    sizes = [(whole_value(a, b) or {}).get("numel") for a, b in ((two, four), (four, two))]
     assert sizes == [8, 8]
 
 
 def test_shard_that_holds_nothing_adds_nothing() -> None:
-    found = whole([part(8, 3.0), part(0, None, abs_max=None, sum=None)], [part(8)])
+    found = whole_value([part(8, 3.0), part(0, None, abs_max=None, sum=None)], [part(8)])
     assert found is not None and found["norm"] == 3.0
 
 
@@ -66,7 +66,7 @@ def test_shard_that_holds_nothing_adds_nothing() -> None:
     "parts", [[part(3), part(4)], [part(6), part(2, None)]], ids=["another size", "no summary"]
 )
 def test_parts_that_do_not_make_a_whole_are_none(parts: list[Part]) -> None:
-    assert whole(parts, [part(8)]) is None
+    assert whole_value(parts, [part(8)]) is None
 
 
 def value(norm: float = 5.0, **more: Any) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def value(norm: float = 5.0, **more: Any) -> dict[str, Any]:
 def test_two_wholes_are_held_against_each_other_by_what_both_have(
     a: dict[str, Any], b: dict[str, Any], differs: bool, error: float | None
 ) -> None:
-    change = held_against(a, b)
+    change = change_between(a, b)
     assert (change.differs, change.error) == (differs, pytest.approx(error) if error else error)
 
 

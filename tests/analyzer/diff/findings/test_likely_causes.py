@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.diff.code.structure import Lone
+from gradtrace_analyzer.diff.code.structure import OneSided
 from gradtrace_analyzer.diff.findings.factor_causes import likely_causes
 from gradtrace_analyzer.diff.origin import Origin
 from support.synthetic_runs.differences import Row, Rows, action, changed, gradient, run_of, views
@@ -64,7 +64,7 @@ def test_factor_that_is_no_more_than_rounding_is_not_explained() -> None:
 
 
 def test_changed_code_and_the_way_between_stages_divide_nothing() -> None:
-    assert causes(7.0, step(), step(), code=(Lone("node", "A", "candidate"),)) == []
+    assert causes(7.0, step(), step(), code=(OneSided("node", "A", "candidate"),)) == []
     d = action(0, 1, rank=1, step=3)
     runs = {"baseline": run_of(range(7)), "candidate": run_of(range(7))}
     between = Origin("stage", d, (1,), None, changed(factor=7.0))

@@ -10,7 +10,7 @@ from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.findings.unseen import unseen_before
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.scope.cover import Cover
-from gradtrace_analyzer.diff.scope.selection import Chosen
+from gradtrace_analyzer.diff.scope.selection import Selection
 from gradtrace_analyzer.runs.run import Run
 from support.synthetic_runs.differences import (
     bucket,
@@ -60,14 +60,14 @@ def test_tables_in_front_of_the_origin_that_hold_nothing_are_named(
 
 
 def test_links_that_nobody_asked_for_are_not_seen() -> None:
-    chosen = cover(**BOTH, chosen=Chosen(links=("parameters", "forward")))
+    chosen = cover(**BOTH, chosen=Selection(links=("parameters", "forward")))
     assert unseen(loss(1), chosen) == ["inputs"]
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_modules_outside_a_filter_are_not_seen(recorded: bool) -> None:
     runs = {**RUNS, "candidate": run_of(range(2), settings={"modules": "a*" * recorded})}
-    of = cover(**BOTH, chosen=Chosen(modules=() if recorded else ("a*",)))
+    of = cover(**BOTH, chosen=Selection(modules=() if recorded else ("a*",)))
     assert unseen(call("m", 1), of, runs) == ["modules outside the filter"]
 
 

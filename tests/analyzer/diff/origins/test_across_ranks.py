@@ -11,7 +11,7 @@ from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.origins.across_ranks import joined
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
 from gradtrace_analyzer.diff.origins.stage_edges import StageEdges
-from gradtrace_analyzer.diff.origins.step_facts import Circumstances
+from gradtrace_analyzer.diff.origins.step_facts import StepFacts
 from support.synthetic_runs.differences import (
     action,
     bucket,
@@ -37,10 +37,8 @@ def origins(
     by_rank: dict[int, list[Difference]] = {}
     for d in rows:
         by_rank.setdefault(d.rank, []).append(d)
-    causes = joined(
-        by_rank, Dataflow(), Circumstances(**known), failed or {}, edges, exceeding=False
-    )
-    found = [causes.rows[v] for v in causes.origins()]
+    graph = joined(by_rank, Dataflow(), StepFacts(**known), failed or {}, edges, exceeding=False)
+    found = [graph.rows[v] for v in graph.origins()]
     return [n for n, d in enumerate(rows) if any(row is d for row in found)]
 
 

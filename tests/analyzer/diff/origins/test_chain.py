@@ -8,10 +8,16 @@ import pytest
 
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.origins.chain import RankChain, enclosing, way_of
-from gradtrace_analyzer.diff.origins.dataflow import Dataflow, Passing, Place, Row, places
-from gradtrace_analyzer.diff.origins.dependency_graph import Causes
+from gradtrace_analyzer.diff.origins.dataflow import (
+    Dataflow,
+    RowKey,
+    RowTensors,
+    TensorId,
+    row_keys,
+)
+from gradtrace_analyzer.diff.origins.dependency_graph import DependencyGraph
 from gradtrace_analyzer.diff.origins.stage_edges import StageEdges
-from gradtrace_analyzer.diff.origins.step_facts import Circumstances
+from gradtrace_analyzer.diff.origins.step_facts import StepFacts
 from gradtrace_analyzer.sql import pipelines
 from support.synthetic_runs.differences import (
     accumulating,
@@ -42,10 +48,10 @@ class Chain:
         exceeding: bool = False,
         **known: Any,
     ) -> None:
-        self.causes = Causes()
+        self.causes = DependencyGraph()
         self.rows = rows
         self.chain = RankChain(
-            self.causes, 0, dataflow or Dataflow(), Circumstances(**known), edges, exceeding=exceeding
+            self.causes, 0, dataflow or Dataflow(), StepFacts(**known), edges, exceeding=exceeding
         )  # fmt: skip
         for d in rows:
             self.chain.look_ahead(d)
@@ -134,10 +140,10 @@ def test_call_that_one_side_alone_made_changes_what_the_next_reads() -> None:
 def test_lone_call_explains_what_was_changed_on_the_way_to_the_next() -> None:
     """Between the call that left it and the one that received it ran what one side alone has."""
     x, lone, b = given(0, writes=None), call("extra", 1, only_in="candidate"), call("b", 2, **READS)
-    rows: dict[str, dict[Place, Row]] = {}
+    rows: dict[str, dict[RowKey, RowTensors]] = {}
     for n, side in enumerate(("baseline", "candidate")):
-        left, came = Row(0, (), (Passing(4, 7),)), Row(2, (Passing(4, 7 + n),), ())
-        rows[side] = {places(x)[n]: left, places(b)[n]: came}
+        left, came = RowTensors(0, (), (TensorId(4, 7),)), RowTensors(2, (TensorId(4, 7 + n),), ())
+        rows[side] = {row_keys(x)[n]: left, row_keys(b)[n]: came}
     assert Chain(lone, b, dataflow=Dataflow(rows)).from_(1) == {0}
     assert Chain(call("a", 1), b, dataflow=Dataflow(rows)).origins == [0, 1]
 
@@ -207,14 +213,14 @@ def test_gradient_that_arrives_at_a_parameter_is_none_that_its_node_saved() -> N
 
 def moved(*rows: tuple[Difference, str, str]) -> Dataflow:
     """What each row received and left: size:bits of the baseline, of the candidate one more."""
-    by_side: dict[str, dict[Place, Row]] = {"baseline": {}, "candidate": {}}
+    by_side: dict[str, dict[RowKey, RowTensors]] = {"baseline": {}, "candidate": {}}
     for order, (d, came, went) in enumerate(rows):
         for n, side in enumerate(by_side):
             tensors = []
             for text in (came, went):
                 parts = [word.split(":") for word in text.split()]
-                tensors.append(tuple(Passing(int(size), int(bits) + n) for size, bits in parts))
-            by_side[side][places(d)[n]] = Row(order, *tensors)
+                tensors.append(tuple(TensorId(int(size), int(bits) + n) for size, bits in parts))
+            by_side[side][row_keys(d)[n]] = RowTensors(order, *tensors)
     return Dataflow(by_side)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.origins.chain_rows import Passage, passages
+from gradtrace_analyzer.diff.origins.chain_rows import ChainRow, chain_rows
 from support.synthetic_runs.differences import call, changed, loss, node, started, unchanged
 
 
@@ -23,11 +23,11 @@ ROWS = {
 
 def around(
     origin: Difference, *others: Difference, before: int = 9, after: int = 9
-) -> list[Passage]:
-    return passages(started(ROWS), origin, [origin, *others], before, after)
+) -> list[ChainRow]:
+    return chain_rows(started(ROWS), origin, [origin, *others], before, after)
 
 
-def said(found: list[Passage]) -> list[tuple[Any, ...]]:
+def said(found: list[ChainRow]) -> list[tuple[Any, ...]]:
     return [(p.key.get("module_fqn"), p.way, p.baseline, p.candidate, p.error) for p in found]
 
 
@@ -80,7 +80,7 @@ def test_row_of_one_side_alone_stands_where_it_ran() -> None:
 
 def test_origin_that_is_no_row_of_the_baseline_is_looked_for_by_its_place() -> None:
     failed = Difference("failures", 0, 0, 1.5, None, {"node_name": "A"})
-    found = passages(started(ROWS), failed, [], 1, 0)
+    found = chain_rows(started(ROWS), failed, [], 1, 0)
     assert [p.key["module_fqn"] for p in found] == ["b", "b", "c", "c"]
     assert not any(p.is_origin for p in found)
 

@@ -9,35 +9,35 @@ import pytest
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.origins.dataflow import (
     Dataflow,
-    Moved,
-    Passing,
-    Place,
-    Row,
+    RowKey,
+    RowTensors,
+    TensorId,
+    TensorPair,
     dataflow,
-    places,
+    row_keys,
 )
 from support.synthetic_runs.differences import call, given, node, views
 
 
-def tensors(text: str) -> tuple[Passing | None, ...]:
+def tensors(text: str) -> tuple[TensorId | None, ...]:
     """`4:7 4:8 -`: size and fingerprint; `-` of one that is not known."""
     found = []
     for word in text.split():
         numel, _, fingerprint = word.partition(":")
-        found.append(None if word == "-" else Passing(int(numel), int(fingerprint)))
+        found.append(None if word == "-" else TensorId(int(numel), int(fingerprint)))
     return tuple(found)
 
 
-def row(order: int, arrived: str = "", left: str = "") -> Row:
-    return Row(order, tensors(arrived), tensors(left))
+def row(order: int, arrived: str = "", left: str = "") -> RowTensors:
+    return RowTensors(order, tensors(arrived), tensors(left))
 
 
-def of(*pairs: tuple[Difference, Row, Row]) -> Dataflow:
+def of(*pairs: tuple[Difference, RowTensors, RowTensors]) -> Dataflow:
     """What these rows received and left, in the baseline and in the candidate."""
-    by_side: dict[str, dict[Place, Row]] = {"baseline": {}, "candidate": {}}
+    by_side: dict[str, dict[RowKey, RowTensors]] = {"baseline": {}, "candidate": {}}
     for d, a, b in pairs:
-        by_side["baseline"][places(d)[0]] = a
-        by_side["candidate"][places(d)[1]] = b
+        by_side["baseline"][row_keys(d)[0]] = a
+        by_side["candidate"][row_keys(d)[1]] = b
     return Dataflow(by_side)
 
 
@@ -46,8 +46,8 @@ A, B = node("m", 1), node("m", 2, event_indices=(2, 3))
 
 def test_tensors_that_are_not_the_same_have_moved() -> None:
     known = of((A, row(1, "4:7 4:8 2:1 -", "4:5"), row(1, "4:7 4:9 3:2 4:1", "4:6")))
-    assert known.arrived(A) == [Moved(4, 8, 9)]  # of one size and known on both sides
-    assert known.left(A) == [Moved(4, 5, 6)]
+    assert known.arrived(A) == [TensorPair(4, 8, 9)]  # of one size and known on both sides
+    assert known.left(A) == [TensorPair(4, 5, 6)]
 
 
 def test_other_count_of_tensors_tells_nothing() -> None:
@@ -60,7 +60,7 @@ def test_row_that_one_side_lacks_tells_nothing() -> None:
 
 def test_node_lies_at_its_number_on_each_side() -> None:
     known = of((B, row(2, "4:1"), row(2, "4:2")))
-    assert known.arrived(B) == [Moved(4, 1, 2)]
+    assert known.arrived(B) == [TensorPair(4, 1, 2)]
     other = node("m", 2, event_indices=(2, 4))
     assert known.arrived(other) == []
 
@@ -88,7 +88,7 @@ def test_tensor_is_changed_on_the_way_where_the_baseline_hands_on_what_the_candi
 
 def test_tensor_of_a_row_that_differs_itself_was_not_changed_on_the_way() -> None:
     known = of((A, row(1, "", "4:7"), row(1, "", "4:7")), (B, row(2, "4:7"), row(2, "4:9")))
-    assert not known.changed_on_the_way(B, {places(A)[0]})
+    assert not known.changed_on_the_way(B, {row_keys(A)[0]})
 
 
 def test_row_cannot_have_received_what_a_later_one_left() -> None:

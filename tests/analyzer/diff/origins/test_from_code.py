@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.diff.code.structure import Lone, Structure
+from gradtrace_analyzer.diff.code.structure import OneSided, Structure
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.origins.from_code import origin_of_code, split
+from gradtrace_analyzer.diff.origins.from_code import origin_of_code, split_by_code
 from support.synthetic_runs.differences import (
     bucket,
     call,
@@ -23,13 +23,15 @@ from support.synthetic_runs.differences import (
 )
 
 READS = {"reads": changed()}
-LAYER = Lone("module", "extra", "candidate", "extra", is_code=True)
-WITH_WEIGHTS = Lone("module", "extra", "candidate", "extra", is_code=True, holds={"parameters": 2})
+LAYER = OneSided("module", "extra", "candidate", "extra", is_code=True)
+WITH_WEIGHTS = OneSided(
+    "module", "extra", "candidate", "extra", is_code=True, holds={"parameters": 2}
+)
 
 
 def others(
     *rows: Difference,
-    lone: Lone = LAYER,
+    lone: OneSided = LAYER,
     at: float | None = 10.0,
     touched: Collection[str | None] = ("extra", ""),
     trained: Collection[str | None] = (),
@@ -40,7 +42,7 @@ def others(
     """The places in the arguments of the rows that have another cause; changed code begins at 10, inside `extra`."""
     places = {} if at is None else {(0, 0): at}
     structure = Structure((lone,), places, frozenset(touched), frozenset(trained))
-    found = split(rows, structure, rng, exceeding=exceeding, is_proven=is_proven)
+    found = split_by_code(rows, structure, rng, exceeding=exceeding, is_proven=is_proven)
     assert len(found.others) + len(found.following) == len(rows)
     return [n for n, d in enumerate(rows) if any(d is o for o in found.others)]
 
@@ -81,7 +83,9 @@ def test_inputs_never_follow() -> None:
 
 
 @pytest.mark.parametrize(("lone", "found"), [(LAYER, [0, 1]), (WITH_WEIGHTS, [])])
-def test_only_another_model_has_other_parameters_or_groups(lone: Lone, found: list[int]) -> None:
+def test_only_another_model_has_other_parameters_or_groups(
+    lone: OneSided, found: list[int]
+) -> None:
     """Weights that one side alone has take random numbers: those made after them are others."""
     rows = [parameter("w", 0), group(30, parameter_fqns=(["w"], ["w", "extra.w"]))]
     assert others(*rows, lone=lone) == found
@@ -132,7 +136,7 @@ def test_bucket_behind_the_changed_code_follows() -> None:
 
 
 def origin(*rows: Difference, exceeding: bool = False, left: Difference | None = None) -> Any:
-    structure = Structure((LAYER, Lone("pass", "p", "candidate")))
+    structure = Structure((LAYER, OneSided("pass", "p", "candidate")))
     return origin_of_code(structure, rows, left, exceeding=exceeding)
 
 

@@ -10,10 +10,10 @@ import pytest
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
-from gradtrace_analyzer.diff.origins.firsts import by_rank, firsts, told
+from gradtrace_analyzer.diff.origins.first_differences import by_rank, first_origins, origin_of
 from gradtrace_analyzer.diff.origins.independent import independent, same_place_merged
-from gradtrace_analyzer.diff.origins.step_facts import Circumstances
-from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.diff.origins.step_facts import StepFacts
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from support.synthetic_runs.differences import (
     accumulating,
     bucket,
@@ -31,18 +31,18 @@ READS = {"reads": changed()}
 
 def search(
     *differences: Difference,
-    failures: dict[int, Failure] | None = None,
+    failures: dict[int, OneSidedFailure] | None = None,
     unused: dict[int, Sequence[tuple[float, float]]] | None = None,
     **known: Any,
 ) -> tuple[list[Origin], list[Origin]]:
     """(origins, inherited) of a step with these rows."""
     rows = by_rank(differences, exceeding=False)
-    begun = firsts(rows, (), {}, exceeding=False, failures=failures, unused=unused)
+    begun = first_origins(rows, (), {}, exceeding=False, failures=failures, unused=unused)
 
     def of_rest(rank: int, own: list[Difference]) -> Origin:
-        return told(own, rng_differs=False, modules=(), exceeding=False)
+        return origin_of(own, rng_differs=False, modules=(), exceeding=False)
 
-    return independent(begun, rows, Dataflow(), Circumstances(**known), of_rest, exceeding=False)
+    return independent(begun, rows, Dataflow(), StepFacts(**known), of_rest, exceeding=False)
 
 
 def places(origins: Sequence[Origin]) -> list[tuple[str, tuple[int, ...], str | None]]:
@@ -56,12 +56,12 @@ def test_two_branches_are_two_origins_and_what_both_reach_is_counted_as_shared()
     assert places(origins) == [("backward", (0,), "left"), ("backward", (0,), "right")]
     assert inherited == []
     # Itself, and the two rows that both can have changed.
-    assert [o.heirs for o in origins] == [{"backward": (1, 2)}] * 2
+    assert [o.inherited_counts for o in origins] == [{"backward": (1, 2)}] * 2
 
 
 def test_rows_that_follow_from_one_alone_are_its_own() -> None:
     [origin], _ = search(call("a", 1), call("b", 2, **READS), loss(9))
-    assert origin.heirs == {"forward": (2, 0), "loss": (1, 0)}
+    assert origin.inherited_counts == {"forward": (2, 0), "loss": (1, 0)}
 
 
 def test_difference_that_crosses_a_bucket_is_inherited_by_the_other_rank() -> None:
@@ -78,7 +78,11 @@ def test_difference_that_crosses_a_bucket_is_inherited_by_the_other_rank() -> No
     [reached] = origins[0].reached
     assert (reached.rank, reached.link, reached.bucket_index) == (0, "bucket", 7)
     # A bucket has two vertices on the rank that put something else in, and is one row all the same.
-    assert origins[0].heirs == {"backward": (2, 0), "bucket": (2, 0), "reduced_gradient": (1, 0)}
+    assert origins[0].inherited_counts == {
+        "backward": (2, 0),
+        "bucket": (2, 0),
+        "reduced_gradient": (1, 0),
+    }
 
 
 def test_each_rank_is_reached_where_it_first_inherits() -> None:
@@ -95,7 +99,7 @@ def test_each_rank_is_reached_where_it_first_inherits() -> None:
 def test_same_place_on_several_ranks_is_one_origin() -> None:
     origins, inherited = search(call("m", 1), call("m", 2, rank=3), call("m", 1, rank=1))
     assert places(origins) == [("forward", (0, 1, 3), "m")]
-    assert origins[0].heirs == {"forward": (3, 0)} and not inherited
+    assert origins[0].inherited_counts == {"forward": (3, 0)} and not inherited
 
 
 def test_same_module_otherwise_is_another_origin() -> None:
@@ -120,18 +124,18 @@ def test_same_place_in_other_passes_is_a_repeat() -> None:
     assert (origin.ranks, origin.repeat_count) == ((0, 1), 2)
 
 
-def failure(rank: int, node_name: str | None, backward_index: int = 0) -> Failure:
+def failure(rank: int, node_name: str | None, backward_index: int = 0) -> OneSidedFailure:
     row = {
         "microbatch": 0, "root": 0, "module_fqn": "m", "call_index": 0, "node_name": node_name,
         "parameter_fqn": None, "event_index": 3, "exception_type": "E", "exception_text": "",
     }  # fmt: skip
-    return Failure(rank, 0, backward_index, row)
+    return OneSidedFailure(rank, 0, backward_index, row)
 
 
 def test_failures_in_other_passes_are_no_repeat() -> None:
     def failed(rank: int, backward_index: int) -> Origin:
         passes = {rank: failure(rank, "A", backward_index)}
-        [first] = firsts({}, (), {}, exceeding=False, failures=passes)
+        [first] = first_origins({}, (), {}, exceeding=False, failures=passes)
         return first
 
     merged = same_place_merged([failed(0, 1), failed(1, 1), failed(1, 2)])
@@ -154,7 +158,10 @@ def test_others_are_counted_of_the_origin_that_they_follow_alone() -> None:
 def test_inputs_are_told_in_front_of_the_calls_that_read_them() -> None:
     """Keyword arguments leave their row late; the call that reads them is no origin then."""
     [origin], _ = search(call("m", 1, **READS), given(4))
-    assert origin.link == "inputs" and origin.heirs == {"inputs": (1, 0), "forward": (1, 0)}
+    assert origin.link == "inputs" and origin.inherited_counts == {
+        "inputs": (1, 0),
+        "forward": (1, 0),
+    }
 
 
 def test_unused_forward_in_front_of_a_scaled_loss_is_left_out() -> None:
@@ -165,7 +172,7 @@ def test_unused_forward_in_front_of_a_scaled_loss_is_left_out() -> None:
     ]
     [origin], _ = search(*rows, unused={0: [(1.0, 3.0)]})
     assert (origin.link, origin.aside) == ("loss", rows[0])
-    assert "forward" not in origin.heirs
+    assert "forward" not in origin.inherited_counts
 
 
 def test_parameter_that_was_rewritten_and_the_node_that_saw_it_are_one_origin() -> None:
@@ -173,7 +180,7 @@ def test_parameter_that_was_rewritten_and_the_node_that_saw_it_are_one_origin() 
     rows = [node("m", 1), parameter("m.w", 9, "after")]
     [origin], _ = search(*rows, untouched={0})
     assert (origin.link, origin.rewritten) == ("backward", "m.w")
-    assert origin.heirs == {"backward": (1, 0), "optimizer": (1, 0)}
+    assert origin.inherited_counts == {"backward": (1, 0), "optimizer": (1, 0)}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +223,7 @@ def test_where_ranks_only_feed_each_other_the_first_of_each_is_told() -> None:
     ]
     origins, inherited = search(*rows, collective={(0, "m"), (0, "n")})
     assert places(origins) == [("forward", (0,), "n"), ("forward", (1,), "m")]
-    assert inherited == [] and [o.heirs for o in origins] == [{}, {}]
+    assert inherited == [] and [o.inherited_counts for o in origins] == [{}, {}]
 
 
 def test_ranks_that_put_something_else_into_a_bucket_are_one_origin() -> None:

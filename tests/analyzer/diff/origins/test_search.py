@@ -6,8 +6,8 @@ from typing import Any
 
 from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.origins.search import StepSearch
-from gradtrace_analyzer.diff.origins.step_reader import Surroundings
-from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.diff.origins.step_reader import StepReader
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from support.synthetic_runs.builder import summary_columns
 from support.synthetic_runs.differences import Row, aligned, cover, views
 
@@ -59,15 +59,15 @@ def search(
     baseline: dict[str, list[Row]],
     candidate: dict[str, list[Row]],
     ranks: tuple[int, ...] = (0,),
-    failures: tuple[Failure, ...] = (),
+    failures: tuple[OneSidedFailure, ...] = (),
 ) -> StepSearch:
     connection = views(baseline, candidate)
     alignment: Alignment = aligned(connection, ranks)
-    here = Surroundings(connection, cover(ranks=ranks), 0)
+    here = StepReader(connection, cover(ranks=ranks), 0)
     return StepSearch(alignment, here, failures, [0], exceeding=False)
 
 
-def told(origins: list[Any]) -> list[tuple[Any, ...]]:
+def origin_of(origins: list[Any]) -> list[tuple[Any, ...]]:
     return [(o.link, o.module_fqn, o.ranks, o.positions, o.position_count) for o in origins]
 
 
@@ -76,7 +76,7 @@ def test_two_nodes_that_give_something_else_are_two_origins() -> None:
     origins, _ = search(
         step(), step({**everything, "node right": 2.0, "right 0": 2.0, "right 1": 2.0})
     ).origins()
-    assert told(origins) == [
+    assert origin_of(origins) == [
         ("backward", "left", (0,), (), None),
         ("backward", "right", (0,), (), None),
     ]
@@ -106,7 +106,9 @@ def test_nodes_of_modules_called_with_one_tensor_share_it() -> None:
 def test_firsts_are_the_same_place_on_all_ranks() -> None:
     good = together(step(), step(rank=1))
     bad = together(step({"call left": 2.0}), step({"call left": 2.0}, rank=1))
-    assert told(search(good, bad, (0, 1)).firsts) == [("forward", "left", (0, 1), (), None)]
+    assert origin_of(search(good, bad, (0, 1)).first_origins) == [
+        ("forward", "left", (0, 1), (), None)
+    ]
 
 
 def bucket(rank: int, after: float, before: float = 1.0) -> Row:
@@ -119,29 +121,31 @@ def test_rank_that_first_differs_where_ranks_meet_is_no_first_beside_one_that_di
     good = {**together(step(), step(rank=1)), "buckets": [bucket(0, 2.0), bucket(1, 2.0)]}
     bad = together(step({"call left": 2.0}), step(rank=1))
     bad["buckets"] = [bucket(0, 3.0), bucket(1, 3.0)]
-    assert [o.ranks for o in search(good, bad, (0, 1)).firsts] == [(0,)]
+    assert [o.ranks for o in search(good, bad, (0, 1)).first_origins] == [(0,)]
     alone = {**good, "buckets": bad["buckets"]}
-    assert [(o.link, o.ranks) for o in search(good, alone, (0, 1)).firsts] == [("bucket", (0, 1))]
+    assert [(o.link, o.ranks) for o in search(good, alone, (0, 1)).first_origins] == [
+        ("bucket", (0, 1))
+    ]
 
 
-def failure(rank: int, node_name: str | None) -> Failure:
+def failure(rank: int, node_name: str | None) -> OneSidedFailure:
     row = {
         "microbatch": 0, "root": 0, "module_fqn": "m", "call_index": 0, "node_name": node_name,
         "parameter_fqn": None, "event_index": 3, "exception_type": "E", "exception_text": "",
     }  # fmt: skip
-    return Failure(rank, 0, 0, row)
+    return OneSidedFailure(rank, 0, 0, row)
 
 
 def test_rank_that_failed_while_it_waited_is_no_first_beside_one_that_failed_in_a_node() -> None:
     good = together(step(), step(rank=1))
     both = (failure(0, None), failure(1, "A"))
-    assert [o.ranks for o in search(good, good, (0, 1), both).firsts] == [(1,)]
-    assert [o.ranks for o in search(good, good, (0, 1), both[:1]).firsts] == [(0,)]
+    assert [o.ranks for o in search(good, good, (0, 1), both).first_origins] == [(1,)]
+    assert [o.ranks for o in search(good, good, (0, 1), both[:1]).first_origins] == [(0,)]
 
 
 def test_of_two_passes_that_failed_on_a_rank_the_first_is_the_reason() -> None:
     passes = (failure(0, "A"), failure(0, "B"))
-    [origin] = search(step(), step(), failures=passes).firsts
+    [origin] = search(step(), step(), failures=passes).first_origins
     assert origin.node_name == "A"
 
 
@@ -153,4 +157,4 @@ def test_where_all_follows_from_changed_code_that_is_the_origin() -> None:
     [origin], inherited = found.origins()
     assert (origin.link, origin.module_fqn, inherited) == ("structure", "left", [])
     assert [entry.name for entry in origin.code] == ["GeluBackward0"]
-    assert found.firsts == [origin]
+    assert found.first_origins == [origin]

@@ -145,10 +145,10 @@ def test_ranks_of_an_answer_are_the_candidates_where_stages_were_compared() -> N
     found = replace(
         origin(call("m", 5, rank=2)), ranks=(2, 3), source=(3, 1), reached=(reached,), place=None
     )
-    told = on_ranks(found, stages)
-    assert (told.ranks, told.source, told.place) == ((7, 6), (6, 1), StagePlace(0))
-    assert [(r.rank, r.key["stage_index"]) for r in told.reached] == [(6, 1)]
-    assert told.difference.key["backward_index"] is None  # it numbered microbatches
+    origin_of = on_ranks(found, stages)
+    assert (origin_of.ranks, origin_of.source, origin_of.place) == ((7, 6), (6, 1), StagePlace(0))
+    assert [(r.rank, r.key["stage_index"]) for r in origin_of.reached] == [(6, 1)]
+    assert origin_of.difference.key["backward_index"] is None  # it numbered microbatches
     assert on_ranks(replace(found, place=StagePlace(1, 4)), stages).place == StagePlace(1, 4)
     assert on_ranks(found, None) is found and on_ranks(None, stages) is None
 

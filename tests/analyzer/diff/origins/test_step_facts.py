@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.origins.step_facts import Circumstances, circumstances
+from gradtrace_analyzer.diff.origins.step_facts import StepFacts, step_facts
 from support.synthetic_runs.differences import gradient, parameter, views
 
 FINAL = {"root": 0, "point": "final", "backward_index": 0}
@@ -31,10 +31,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 CLASSES = {(0, "drop", "dropout2d"), (0, "bn", "syncbatchnorm"), (1, "fc", "linear")}
 
 
-def known(*differences: Difference) -> Circumstances:
-    return circumstances(
-        views(ROWS), 1, differences, CLASSES, [4], is_whole=False, is_filtered=True
-    )
+def known(*differences: Difference) -> StepFacts:
+    return step_facts(views(ROWS), 1, differences, CLASSES, [4], is_whole=False, is_filtered=True)
 
 
 def test_what_the_ranks_that_differ_recorded_is_known() -> None:

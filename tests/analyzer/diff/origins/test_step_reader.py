@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import gradtrace_analyzer.diff.origins.step_reader as step_reader
-from gradtrace_analyzer.diff.origins.step_reader import Surroundings
-from gradtrace_analyzer.diff.scope.selection import Chosen
+from gradtrace_analyzer.diff.origins.step_reader import StepReader
+from gradtrace_analyzer.diff.scope.selection import Selection
 from support.synthetic_runs.differences import call, cover, gradient, node, started
 
 
@@ -46,37 +46,37 @@ CANDIDATE = {
 
 
 @pytest.fixture(scope="module")
-def here() -> Surroundings:
-    return Surroundings(started(BASELINE, CANDIDATE), cover(), 0)
+def here() -> StepReader:
+    return StepReader(started(BASELINE, CANDIDATE), cover(), 0)
 
 
-def test_modules_are_those_of_the_step_on_ranks_that_both_sides_have(here: Surroundings) -> None:
+def test_modules_are_those_of_the_step_on_ranks_that_both_sides_have(here: StepReader) -> None:
     assert here.modules() == {(0, ""), (0, "a.b"), (0, "c"), (1, "")}
 
 
 def test_modules_that_nobody_asked_for_are_left_out() -> None:
-    chosen = cover(chosen=Chosen(modules=("a*",)))
-    assert Surroundings(started(BASELINE), chosen, 0).modules() == {(0, "a.b")}
+    chosen = cover(chosen=Selection(modules=("a*",)))
+    assert StepReader(started(BASELINE), chosen, 0).modules() == {(0, "a.b")}
 
 
 def test_root_is_named_by_its_class_the_first_by_name_where_sides_differ(
-    here: Surroundings,
+    here: StepReader,
 ) -> None:
     assert here.roots() == {0: "Net", 1: "Critic"}
 
 
-def test_points_are_those_at_which_both_sides_recorded_gradients(here: Surroundings) -> None:
+def test_points_are_those_at_which_both_sides_recorded_gradients(here: StepReader) -> None:
     assert here.gradient_points() == {"final"}
 
 
-def test_what_a_step_tells_of_its_modules_is_by_their_classes(here: Surroundings) -> None:
-    facts = here.circumstances([gradient("w", 1)], [3])
+def test_what_a_step_tells_of_its_modules_is_by_their_classes(here: StepReader) -> None:
+    facts = here.step_facts([gradient("w", 1)], [3])
     assert (facts.random, facts.collective) == ({(0, "a.b")}, {(0, "c")})
     assert (facts.disturbed, facts.is_whole, facts.is_filtered) == ({3}, True, False)
 
 
 def test_only_ranks_that_differ_in_what_they_compute_are_followed(
-    here: Surroundings, monkeypatch: pytest.MonkeyPatch
+    here: StepReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = {0: [call("a.b", 1)], 1: [gradient("w", 1)], 2: [node("d", 1)]}
     assert {place[1] for place in here.dataflow(rows).rows["baseline"]} == {0, 2}

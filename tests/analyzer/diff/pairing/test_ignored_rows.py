@@ -5,7 +5,7 @@ from __future__ import annotations
 import duckdb
 import pytest
 
-from gradtrace_analyzer.diff.pairing.ignored_rows import excuse
+from gradtrace_analyzer.diff.pairing.ignored_rows import ignore_rows
 from support.synthetic_runs.builder import summary_columns
 from support.synthetic_runs.differences import Row, Rows, paired
 
@@ -54,7 +54,7 @@ def test_rows_of_one_side_are_kept_unless_they_mean_nothing(
     pairs: duckdb.DuckDBPyConnection,
 ) -> None:
     pairs.execute("BEGIN")
-    excuse(pairs, {}, unmatched=True)
+    ignore_rows(pairs, {}, unmatched=True)
     # A carried gradient of zeros is none; one that holds NaN is one.
     assert left(pairs, "gradients", "key_parameter_fqn") == [("local",), ("nan",), ("values",)]
     # The candidate reduced the same pass in other buckets; a pass without any of its own stays.
@@ -67,7 +67,7 @@ def test_what_one_side_alone_has_counts_for_nothing_where_they_were_asked_differ
     pairs: duckdb.DuckDBPyConnection,
 ) -> None:
     pairs.execute("BEGIN")
-    excuse(pairs, {}, unmatched=False)
+    ignore_rows(pairs, {}, unmatched=False)
     assert left(pairs, "gradients", "rank") == left(pairs, "node_events", "rank") == []
     pairs.execute("ROLLBACK")
 
@@ -92,6 +92,6 @@ def test_what_is_missing_at_the_torn_end_of_a_side_is_no_difference(
     pairs: duckdb.DuckDBPyConnection,
 ) -> None:
     pairs.execute("BEGIN")
-    excuse(pairs, ends, unmatched=True)
+    ignore_rows(pairs, ends, unmatched=True)
     assert left(pairs, "node_events", "rank, step") == kept
     pairs.execute("ROLLBACK")

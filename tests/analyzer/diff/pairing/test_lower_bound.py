@@ -10,7 +10,7 @@ import pytest
 
 from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.links import LINK_TABLES
-from gradtrace_analyzer.diff.pairing.opening import Reading
+from gradtrace_analyzer.diff.pairing.opening import RunPair
 from gradtrace_analyzer.diff.pairing.sieve import sieved
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.runs.run import open_run
@@ -61,7 +61,7 @@ def exceeding(a: Path, b: Path, scale: float) -> tuple[set[Place], set[Place]]:
     with contextlib.closing(connect_pair(runs["baseline"], runs["candidate"])) as connection:
         judgement = Judgement(connection, runs, scale=scale)
         counts = {side: row_counts(connection, run) for side, run in runs.items()}
-        reading = Reading(runs, counts)
+        reading = RunPair(runs, counts)
         Alignment(connection, reading, [0], judgement=judgement)
         found: set[Place] = set()
         for table in LINK_TABLES:
@@ -71,7 +71,7 @@ def exceeding(a: Path, b: Path, scale: float) -> tuple[set[Place], set[Place]]:
                     (table.table, *row)
                     for row in connection.execute(
                         f"SELECT DISTINCT {point}, step FROM differing_{table.table} WHERE exceeds "
-                        "AND told_by IS DISTINCT FROM 'steady'"
+                        "AND shown_by IS DISTINCT FROM 'steady'"
                     ).fetchall()
                 }
         parts = {
@@ -81,9 +81,9 @@ def exceeding(a: Path, b: Path, scale: float) -> tuple[set[Place], set[Place]]:
             )
             for table in LINK_TABLES
         }
-        least = judgement.least()
+        lower_bound = judgement.lower_bound()
     # Each step but the first is given what the one before left.
-    proposed = sieved(0, parts, frozenset(range(STEPS)), least, frozenset([0]))
+    proposed = sieved(0, parts, frozenset(range(STEPS)), lower_bound, frozenset([0]))
     assert not proposed.unpaired
     steps = {(t.table, t.point, s) for t in proposed.tallies for s in t.steps[t.exceeds].tolist()}
     return found, steps

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gradtrace_analyzer.diff.pairing.sieve import sieved
-from gradtrace_analyzer.diff.pairing.tally import Sieved
-from gradtrace_analyzer.numerics.tolerance import Least
+from gradtrace_analyzer.diff.pairing.tally import SieveResult
+from gradtrace_analyzer.numerics.tolerance import LowerBound
 from support.synthetic_runs.builder import add_part, summary_columns
 from support.synthetic_runs.differences import Row
 
@@ -30,18 +30,18 @@ def sift(
     *,
     steps: frozenset[int] = ALL_STEPS,
     table: str = "module_calls",
-    least: Least | None = None,
-) -> Sieved:
+    lower_bound: LowerBound | None = None,
+) -> SieveResult:
     """What is found in these parts of one rank's table."""
     paths = tuple(
         [str(add_part(folder / side, table, rows)) for rows in parts]
         for side, parts in (("a", baseline), ("b", candidate))
     )
     parts: Mapping[str, Any] = {table: paths}
-    return sieved(3, parts, steps, least or Least(1.0))
+    return sieved(3, parts, steps, lower_bound or LowerBound(1.0))
 
 
-def counted(found: Sieved) -> dict[int, tuple[int, bool]]:
+def counted(found: SieveResult) -> dict[int, tuple[int, bool]]:
     """By step, how many rows differ and whether any may exceed."""
     [tally] = found.tallies
     assert (tally.rank, tally.table, tally.point, tally.is_judged) == (
@@ -65,7 +65,7 @@ def test_rows_that_differ_are_counted_by_step(tmp_path: Path) -> None:
     assert found.tallies[0].places.tolist() == ["a", None]  # of the first step that differs
     errors = found.tallies[0].errors.tolist()
     assert errors == [pytest.approx(1 / 26**0.5), pytest.approx(4 * 2.0**-23 / 17**0.5, rel=1e-6)]
-    wide = sift(tmp_path / "wide", [rows], [others], least=Least(1e18))
+    wide = sift(tmp_path / "wide", [rows], [others], lower_bound=LowerBound(1e18))
     assert counted(wide) == {1: (2, False), 2: (1, False)}
 
 
@@ -116,7 +116,7 @@ def test_step_that_does_not_pair_in_one_table_is_counted_in_none(tmp_path: Path)
         )
         for table, both in (("gradients", (gradients, others)), ("module_calls", (calls, calls[:1])))
     }  # fmt: skip
-    found = sieved(0, paths, ALL_STEPS, Least(1.0))
+    found = sieved(0, paths, ALL_STEPS, LowerBound(1.0))
     assert found.unpaired == {1}
     [tally] = found.tallies
     assert (tally.point, tally.steps.tolist()) == ("local", [0])
@@ -125,7 +125,7 @@ def test_step_that_does_not_pair_in_one_table_is_counted_in_none(tmp_path: Path)
 def test_value_that_is_not_finite_on_one_side_exceeds_and_has_no_error(tmp_path: Path) -> None:
     rows = [call(step, 4.0) for step in (0, 1)]
     others = [call(0, float("nan")), call(1, 4.0)]
-    [tally] = sift(tmp_path, [rows], [others], least=Least(1e9)).tallies
+    [tally] = sift(tmp_path, [rows], [others], lower_bound=LowerBound(1e9)).tallies
     assert tally.nonfinite.tolist() == tally.exceeds.tolist() == [True]
     assert tally.errors.tolist() != tally.errors.tolist() and tally.unmeasured.tolist() == [1]
 

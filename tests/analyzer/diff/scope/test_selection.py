@@ -6,12 +6,12 @@ import duckdb
 import pytest
 
 from gradtrace_analyzer.diff.links import LINK_TABLES
-from gradtrace_analyzer.diff.scope.selection import CHOOSABLE, BadChoice, Chosen, chosen
+from gradtrace_analyzer.diff.scope.selection import CHOOSABLE, BadSelection, Selection, chosen
 from support.synthetic_runs.differences import Rows, views
 
 
 def test_nothing_said_is_everything() -> None:
-    assert chosen() == Chosen() and chosen().is_all and chosen().said == ""
+    assert chosen() == Selection() and chosen().is_all and chosen().phrase == ""
     assert not chosen(step=0).is_all and not chosen(ranks="0").is_all
     assert chosen().wants_rank(7) and chosen().wants_step(7) and chosen().wants_link("loss")
     assert chosen().wants_module("a.b")
@@ -25,12 +25,12 @@ def test_ranks_are_numbers_and_spans() -> None:
 
 @pytest.mark.parametrize("ranks", ["", "a", "3-1", "1-", "-1", "0,,1", "1.5", "0-9999999"])
 def test_ranks_that_cannot_be_read_are_a_sentence(ranks: str) -> None:
-    with pytest.raises(BadChoice, match="--rank is"):
+    with pytest.raises(BadSelection, match="--rank is"):
         chosen(ranks=ranks)
 
 
 def test_empty_module_is_a_sentence() -> None:
-    with pytest.raises(BadChoice, match="--module is empty"):
+    with pytest.raises(BadSelection, match="--module is empty"):
         chosen(modules=["a", ""])
 
 
@@ -74,8 +74,8 @@ def test_module_stands_for_itself_and_what_is_in_it(
 def test_what_was_asked_for_is_said_in_words() -> None:
     asked = chosen(3, "1-2", ["blocks.1*", "head"], ["bucket", "backward"])
     # Links come in the order of the chain, whatever order they were given in.
-    assert asked.said == "step 3; ranks 1-2; modules blocks.1*, head; links backward, bucket"
-    assert chosen(modules=["a"]).said == "module a"
+    assert asked.phrase == "step 3; ranks 1-2; modules blocks.1*, head; links backward, bucket"
+    assert chosen(modules=["a"]).phrase == "module a"
 
 
 def test_links_without_rows_of_their_own_cannot_be_chosen() -> None:
@@ -131,7 +131,7 @@ def rows() -> duckdb.DuckDBPyConnection:
     ],
 )
 def test_rows_that_are_compared_are_those_asked_for(
-    asked: Chosen, kept: list[int], rows: duckdb.DuckDBPyConnection
+    asked: Selection, kept: list[int], rows: duckdb.DuckDBPyConnection
 ) -> None:
     """And all others are those of which it is not true: a name that is null is of no module."""
     found: list[int] = []

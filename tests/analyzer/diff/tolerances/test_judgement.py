@@ -9,7 +9,7 @@ import duckdb
 import pytest
 
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
-from gradtrace_analyzer.numerics.tolerance import Least, Rule
+from gradtrace_analyzer.numerics.tolerance import LowerBound, Rule
 from support.synthetic_runs.differences import Row, Rows, paired, run_of, sides
 
 UNIT = 2.0**-24
@@ -212,7 +212,7 @@ def test_node_that_lengthens_what_it_hands_on_is_told_by_that() -> None:
     nodes += [node(0.0, 2, times=beyond, numel=63), node(0.0, 3, times=beyond, numel=64)]
     untold = (None, False, pytest.approx(RULE.backward()))
     told = ("length", True, pytest.approx(RULE.norm()))
-    found = Judged(*nodes).of("node_events", "told_by, exceeds, writes_tolerance")
+    found = Judged(*nodes).of("node_events", "shown_by, exceeds, writes_tolerance")
     assert found == [untold, told, untold, told]
 
 
@@ -274,7 +274,7 @@ def test_precision_that_is_finer_than_the_dtypes_changes_nothing() -> None:
 
 def test_least_is_by_the_finest_dtype_of_any_output_and_says_whether_optimizers_are_plain() -> None:
     judged = Judged(call(1e-3), call(0.0, "n", dtype="bfloat16"))
-    assert judged.judgement.least() == Least(1.0, 10, 1, UNIT, False)
+    assert judged.judgement.lower_bound() == LowerBound(1.0, 10, 1, UNIT, False)
     group = {"optimizer_index": 0, "group_index": 0, "optimizer_class": "SGD"}
     plain = Judged(call(1e-3), ("optimizer_groups", group, group), scale=2.0)
-    assert plain.judgement.least() == Least(2.0, 10, 1, UNIT, True)
+    assert plain.judgement.lower_bound() == LowerBound(2.0, 10, 1, UNIT, True)

@@ -9,7 +9,7 @@ import duckdb
 import pytest
 
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
-from gradtrace_analyzer.diff.tolerances.noise import SCATTER, Noise, Repeats
+from gradtrace_analyzer.diff.tolerances.noise import SCATTER, Noise, RepeatRuns
 from gradtrace_analyzer.errors import NoRepeat
 from gradtrace_analyzer.runs.run import open_run
 from support.synthetic_runs.builder import build_run
@@ -43,7 +43,7 @@ def measured(
     old, new = (outputs(seen, side, prefix) for side in (0, 1))
     connection = paired({"module_calls": old}, {"module_calls": new})
     Judgement(connection, {side: run_of() for side in ("baseline", "candidate")}).write()
-    noise = Repeats(baseline, runs)
+    noise = RepeatRuns(baseline, runs)
     noise.new_names = {name: f"{prefix}{name}" for name in MODULES} if prefix else {}
     try:
         return noise.measure(connection, scale), connection
@@ -103,7 +103,7 @@ def test_repeats_have_the_baselines_names_which_the_comparison_may_show_renamed(
 def test_run_of_something_else_is_no_repeat(tmp_path: Path) -> None:
     other = [row | {"output_numel": 7} for row in outputs({}, 1)]
     baseline = open_run(build_run(tmp_path / "a", {"module_calls": outputs({}, 0)}))
-    repeats = Repeats(baseline, [open_run(build_run(tmp_path / "b", {"module_calls": other}))])
+    repeats = RepeatRuns(baseline, [open_run(build_run(tmp_path / "b", {"module_calls": other}))])
     with pytest.raises(NoRepeat, match="--noise b is no repeat of the baseline"):
         repeats.measure(paired({"module_calls": outputs({}, 0)}))
     repeats.close()

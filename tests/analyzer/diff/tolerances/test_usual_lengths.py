@@ -8,7 +8,7 @@ from typing import Any
 import duckdb
 import pytest
 
-from gradtrace_analyzer.diff.tolerances.lengths import find_steady, write_usual
+from gradtrace_analyzer.diff.tolerances.lengths import mark_steady_factors, write_usual_gain
 from support.synthetic_runs.differences import Row, Rows, paired, sides
 
 
@@ -43,7 +43,7 @@ def pairs(
     connection = paired(*both)
     connection.execute(
         "ALTER TABLE differing_node_events ADD COLUMN beyond BOOLEAN DEFAULT false;"
-        "ALTER TABLE differing_node_events ADD COLUMN told_by VARCHAR;"
+        "ALTER TABLE differing_node_events ADD COLUMN shown_by VARCHAR;"
         "ALTER TABLE differing_node_events ADD COLUMN writes_tolerance DOUBLE;"
         "UPDATE differing_node_events SET exceeds = false"
     )
@@ -54,7 +54,7 @@ GAINS = [1e-3, -2e-3, 3e-3, 1e-3, -2e-3, 0.5]
 
 
 def usual(connection: duckdb.DuckDBPyConnection) -> dict[str, float]:
-    write_usual(connection)
+    write_usual_gain(connection)
     found = connection.execute("SELECT link_table, gain FROM usual_gain").fetchall()
     return dict(found)
 
@@ -80,9 +80,9 @@ def steady(*gains: float, others: Sequence[tuple[Row, Row]] = (), **more: Any) -
     """The steps in which one Node is told by its length, which it changes by these in as many steps."""
     nodes = [node(0, gain, step=step, **more) for step, gain in enumerate(gains)]
     connection = pairs([*nodes, *others])
-    find_steady(connection)
+    mark_steady_factors(connection)
     found = connection.execute(
-        "SELECT step FROM differing_node_events WHERE told_by = 'steady' AND beyond AND exceeds "
+        "SELECT step FROM differing_node_events WHERE shown_by = 'steady' AND beyond AND exceeds "
         "AND key_module_fqn = 'm0' ORDER BY step"
     ).fetchall()
     return [step for (step,) in found]
@@ -126,7 +126,7 @@ def test_noise_that_comes_back_everywhere_is_no_factor() -> None:
 
 def test_tolerance_of_what_is_steady_is_the_smallest_factor_that_counts() -> None:
     connection = pairs([node(0, gain, step=step) for step, gain in enumerate(ALIKE)])
-    find_steady(connection)
+    mark_steady_factors(connection)
     found = connection.execute("SELECT DISTINCT writes_tolerance FROM differing_node_events")
     assert found.fetchall() == [(5e-4,)]
 
@@ -134,6 +134,6 @@ def test_tolerance_of_what_is_steady_is_the_smallest_factor_that_counts() -> Non
 def test_what_is_beyond_its_tolerance_already_is_told_by_that() -> None:
     connection = pairs([node(0, gain, step=step) for step, gain in enumerate(ALIKE)])
     connection.execute("UPDATE differing_node_events SET exceeds = step = 2")
-    find_steady(connection)
-    found = connection.execute("SELECT step, told_by FROM differing_node_events ORDER BY step")
-    assert [told_by for _, told_by in found.fetchall()] == ["steady", "steady", None, "steady"]
+    mark_steady_factors(connection)
+    found = connection.execute("SELECT step, shown_by FROM differing_node_events ORDER BY step")
+    assert [shown_by for _, shown_by in found.fetchall()] == ["steady", "steady", None, "steady"]

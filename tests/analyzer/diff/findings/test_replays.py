@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.diff.findings.replayed import replay_sentence, replayed
-from gradtrace_analyzer.diff.origin import Replayed
+from gradtrace_analyzer.diff.findings.replays import replay_sentence, replayed
+from gradtrace_analyzer.diff.origin import Replay
 from support.synthetic_runs.differences import Row, node, views
 
 PLACE: Row = {
@@ -33,35 +33,35 @@ def test_replays_of_the_node_are_counted_over_all_steps_and_told_of_the_very_run
     candidate = [run(False, 0.25, event_index=5), run(True, 0.0, step=2, rank=1)]
     connection = views({"node_events": baseline}, {"node_events": candidate})
     assert replayed(connection, ORIGIN, (0, 1)) == (
-        Replayed("baseline", True, 0.0, 2, 1),
-        Replayed("candidate", False, 0.25, 2, 1),
+        Replay("baseline", True, 0.0, 2, 1),
+        Replay("candidate", False, 0.25, 2, 1),
     )
 
 
 def test_side_that_ran_nothing_again_is_not_told() -> None:
     connection = views({"node_events": [run(None)]}, {"node_events": [run(True, 0.0, step=7)]})
-    assert replayed(connection, ORIGIN, (0,)) == (Replayed("candidate", None, None, 1, 0),)
+    assert replayed(connection, ORIGIN, (0,)) == (Replay("candidate", None, None, 1, 0),)
 
 
 @pytest.mark.parametrize(
     ("found", "said"),
     [
         ((), ""),
-        ((Replayed("candidate", True, 0.0, 3, 0),), "the Node gave the same bits in the candidate: it is"),
+        ((Replay("candidate", True, 0.0, 3, 0),), "the Node gave the same bits in the candidate: it is"),
         (
-            (Replayed("baseline", True, 0.0, 3, 0), Replayed("candidate", True, 0.0, 3, 0)),
+            (Replay("baseline", True, 0.0, 3, 0), Replay("candidate", True, 0.0, 3, 0)),
             "the Node gave the same bits in both runs: it is deterministic",
         ),
-        ((Replayed("candidate", False, 0.25, 1200, 7),), "in 7 of 1,200 runs of the candidate, here (by 2.5e-01)."),
-        ((Replayed("candidate", True, 0.0, 3, 1),), "in 1 of 3 runs of the candidate, elsewhere, not in step 4."),
+        ((Replay("candidate", False, 0.25, 1200, 7),), "in 7 of 1,200 runs of the candidate, here (by 2.5e-01)."),
+        ((Replay("candidate", True, 0.0, 3, 1),), "in 1 of 3 runs of the candidate, elsewhere, not in step 4."),
         (
-            (Replayed("baseline", False, None, 2, 1), Replayed("candidate", True, 0.0, 3, 0)),
+            (Replay("baseline", False, None, 2, 1), Replay("candidate", True, 0.0, 3, 0)),
             "it gave other bits in 1 of 2 runs of the baseline, here. That is",
         ),
     ],
 )  # fmt: skip
 def test_sentence_says_where_a_node_disagreed_with_itself(
-    found: tuple[Replayed, ...], said: str
+    found: tuple[Replay, ...], said: str
 ) -> None:
     assert said in replay_sentence(found, 4)
     assert bool(replay_sentence(found, 4)) == bool(found)

@@ -20,7 +20,12 @@ import duckdb
 
 from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.diff.divided.division import Division
-from gradtrace_analyzer.diff.divided.whole_values import SUMMED, change_of_sums, held_against, whole
+from gradtrace_analyzer.diff.divided.whole_values import (
+    SUMMED,
+    change_between,
+    change_of_sums,
+    whole_value,
+)
 from gradtrace_analyzer.numerics.tolerance import (
     DECISIVE_OF_SUMS,
     GROWTH,
@@ -38,7 +43,7 @@ from gradtrace_analyzer.words.numbers import counts_phrase
 
 
 @dataclass(frozen=True)
-class Repartitioned:
+class PartSums:
     """What comparing the sums gave: the differences of the first step that has one beyond tolerance."""
 
     divisions: tuple[Division, Division]
@@ -62,7 +67,7 @@ class Repartitioned:
         )
 
 
-class Sums:
+class PartSumComparison:
     """Compares the sums over ranks and microbatches, step by step."""
 
     def __init__(
@@ -80,8 +85,8 @@ class Sums:
         self._first_record = 0
         self._times_as_many = 1.0
 
-    def compared(self, steps: Sequence[int]) -> Repartitioned:
-        """The first step with a sum beyond tolerance."""
+    def compared(self, steps: Sequence[int]) -> PartSums:
+        """The sums of these steps, up to the first that has one beyond its tolerance; `steps` in ascending order."""
         counts: dict[str, int] = {}
         largest, factor = 0.0, 1.0
         for step in steps:
@@ -99,8 +104,8 @@ class Sums:
             ]
             largest = max([largest, *errors]) if not apart else largest
             if apart:
-                return Repartitioned(self._parts, step, tuple(apart), counts, largest, factor)
-        return Repartitioned(self._parts, None, (), counts, largest, factor)
+                return PartSums(self._parts, step, tuple(apart), counts, largest, factor)
+        return PartSums(self._parts, None, (), counts, largest, factor)
 
     def _of_step(self, step: int) -> tuple[list[Difference], float]:
         row = self._connection.execute(
@@ -294,10 +299,10 @@ class Sums:
             held.append(by_name)
         found = []
         for name in [n for n in held[0] if n in held[1]]:
-            a, b = (whole(side[name], other[name]) for side, other in (held, held[::-1]))
+            a, b = (whole_value(side[name], other[name]) for side, other in (held, held[::-1]))
             if a is None or b is None or a["numel"] != b["numel"]:
                 continue
-            found.append((name, held_against(a, b), bool(a["is_flat"])))
+            found.append((name, change_between(a, b), bool(a["is_flat"])))
         return found
 
     def _updates(self, step: int, before: Sequence[tuple[str, Change, bool]]) -> list[Difference]:
@@ -361,7 +366,7 @@ def _named_difference(
         allowed / share if share else math.inf,
         change.baseline,
         change.candidate,
-        told_by="sums",
+        shown_by="sums",
     )
     key = {"root": 0, "parameter_fqn": name, "point": point}
     if table == "gradients":

@@ -27,7 +27,9 @@ def root_name(root: int, roots: Mapping[int, str]) -> str:
     return f"root {root} ({roots[root]})" if roots.get(root) else f"root {root}"
 
 
-def with_later(origins: Sequence[Origin], spread: Sequence[Mapping[str, Any]]) -> list[Origin]:
+def with_later_ranks(
+    origins: Sequence[Origin], spread: Sequence[Mapping[str, Any]]
+) -> list[Origin]:
     """The origins; a single one with the ranks that it reached in a later step only."""
     if len(origins) != 1:
         return list(origins)
@@ -71,7 +73,7 @@ def equal_in_step(
     return {
         "ranks": tuple(spans(ranks).split(",")) if ranks else (),
         "links": tuple(
-            link for link in LINKS if link in links - apart and cover.chosen.wants_link(link)
+            link for link in LINKS if link in links - apart and cover.selection.wants_link(link)
         ),
         "modules": tuple(
             (fqn or "the root module") + (f" of {root_name(root, roots)}" if len(roots) > 1 else "")

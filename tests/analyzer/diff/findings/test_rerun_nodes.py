@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.diff.findings.repeated import Repeated, repeated
+from gradtrace_analyzer.diff.findings.rerun_nodes import RerunNode, repeated
 from support.synthetic_runs.builder import summary_columns
 from support.synthetic_runs.differences import Row, Rows, paired
 
@@ -42,7 +42,7 @@ ONCE = side(ran(0, 1), ran(0, 2), ran(0, 3))
 FIRST = (ran(0, 1), ran(0, 2), ran(0, 3))
 
 
-def found(a: Rows, b: Rows) -> list[Repeated]:
+def found(a: Rows, b: Rows) -> list[RerunNode]:
     return repeated(paired(a, b), STEP)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import duckdb
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.origin import Replayed
+from gradtrace_analyzer.diff.origin import Replay
 from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_analyzer.words.numbers import spans
 
@@ -16,7 +16,7 @@ _SAME_NODE = ("root", "module_fqn", "call_index", "node_name", "occurrence")
 
 def replayed(
     connection: duckdb.DuckDBPyConnection, difference: Difference, ranks: Sequence[int]
-) -> tuple[Replayed, ...]:
+) -> tuple[Replay, ...]:
     """How the Node did when it was run again, for each side that did so, baseline first."""
     found = []
     same = " AND ".join(f"{name} IS NOT DISTINCT FROM ${name}" for name in _SAME_NODE)
@@ -36,11 +36,11 @@ def replayed(
             {**key, **here, "event": index},
         ).fetchone()
         if row is not None and row[2]:
-            found.append(Replayed(side, *row))
+            found.append(Replay(side, *row))
     return tuple(found)
 
 
-def replay_sentence(found: Sequence[Replayed], step: int) -> str:
+def replay_sentence(found: Sequence[Replay], step: int) -> str:
     """What that says of the origin, with a space in front; nothing where the Node was not run again."""
     apart = [r for r in found if r.apart_count]
     if not found:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from gradtrace_analyzer.diff.answer import Answer, Verdict
-from gradtrace_analyzer.diff.code.structure import Lone
-from gradtrace_analyzer.diff.gate import Failing, Gate, exit_status, failing
+from gradtrace_analyzer.diff.code.structure import OneSided
+from gradtrace_analyzer.diff.gate import Gate, GateFailure, exit_status, gate_failures
 from gradtrace_analyzer.diff.origin import Origin
-from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from support.synthetic_runs.differences import call, changed, cover, gradient
 
 ANY, CLIP = Gate("any", 0.1), Gate("clip", 0.1)
@@ -40,15 +40,15 @@ def entry(
     }
 
 
-def numbers(found: dict[str, Failing]) -> dict[str, tuple[Any, ...]]:
+def numbers(found: dict[str, GateFailure]) -> dict[str, tuple[Any, ...]]:
     return {link: (f.error, f.step, f.ranks, f.place) for link, f in found.items()}
 
 
 def test_link_fails_from_its_threshold_on() -> None:
     spread = (entry("clip", 0.1), entry("forward", 0.5))
-    assert numbers(failing(answer(spread=spread), [CLIP])) == {"clip": (0.1, 2, (0,), "w")}
-    assert failing(answer(spread=spread), [Gate("clip", 0.11)]) == {}
-    assert list(failing(answer(spread=spread), [ANY])) == [
+    assert numbers(gate_failures(answer(spread=spread), [CLIP])) == {"clip": (0.1, 2, (0,), "w")}
+    assert gate_failures(answer(spread=spread), [Gate("clip", 0.11)]) == {}
+    assert list(gate_failures(answer(spread=spread), [ANY])) == [
         "forward",
         "clip",
     ]  # in the order of the chain
@@ -60,14 +60,18 @@ def test_ranks_of_one_link_are_one_entry_with_the_worst_error_and_the_first_plac
         entry("clip", 0.5, rank=0, step=7),
         entry("clip", 0.2, rank=2, step=3, place="early"),
     )
-    assert numbers(failing(answer(spread=spread), [CLIP])) == {"clip": (0.5, 3, (0, 1, 2), "early")}
+    assert numbers(gate_failures(answer(spread=spread), [CLIP])) == {
+        "clip": (0.5, 3, (0, 1, 2), "early")
+    }
     nameless = (entry("clip", 0.25, step=1, place=None), entry("clip", 0.5, rank=1))
-    assert numbers(failing(answer(spread=nameless), [CLIP])) == {"clip": (0.5, 1, (0, 1), "w")}
+    assert numbers(gate_failures(answer(spread=nameless), [CLIP])) == {
+        "clip": (0.5, 1, (0, 1), "w")
+    }
 
 
 def test_value_without_a_number_fails_at_any_threshold() -> None:
     spread = (entry("clip", 0.2, unmeasured=1), entry("loss", None))
-    found = failing(answer(spread=spread), [Gate("any", 1e9)])
+    found = gate_failures(answer(spread=spread), [Gate("any", 1e9)])
     assert numbers(found) == {"clip": (None, 2, (0,), "w")}
 
 
@@ -77,48 +81,50 @@ def test_configuration_fails_only_where_it_is_asked_for_and_changes_numbers() ->
         {"name": "torch", "changes_numbers": True},
     ]
     given = answer(configuration=tuple(entries))
-    assert numbers(failing(given, [Gate("configuration", 0.0)])) == {
+    assert numbers(gate_failures(given, [Gate("configuration", 0.0)])) == {
         "configuration": (None, None, (), "torch")
     }
-    assert failing(given, [Gate("any", 0.0)]) == {}
+    assert gate_failures(given, [Gate("any", 0.0)]) == {}
 
 
 @pytest.mark.parametrize(
     ("lone", "gate", "fails"),
     [
-        (Lone("node", "A", "candidate"), "any", True),
-        (Lone("node", "A", "candidate", is_code=True), "any", False),
-        (Lone("node", "A", "candidate", is_code=True), "structure", True),
-        (Lone("module", "m", "candidate", is_code=True, holds={"parameters": 1}), "any", True),
+        (OneSided("node", "A", "candidate"), "any", True),
+        (OneSided("node", "A", "candidate", is_code=True), "any", False),
+        (OneSided("node", "A", "candidate", is_code=True), "structure", True),
+        (OneSided("module", "m", "candidate", is_code=True, holds={"parameters": 1}), "any", True),
     ],
 )
 def test_other_code_for_the_same_numbers_is_no_difference_of_values(
-    lone: Lone, gate: str, fails: bool
+    lone: OneSided, gate: str, fails: bool
 ) -> None:
-    assert bool(failing(answer(structure=(lone,)), [Gate(gate, 1e9)])) == fails
+    assert bool(gate_failures(answer(structure=(lone,)), [Gate(gate, 1e9)])) == fails
 
 
 def test_factor_of_an_origin_is_known_exactly() -> None:
     d = gradient("w", 1, "final", step=4)
     scaled = Origin("clip", d, (1,), None, changed(factor=1.25))
-    found = failing(answer(spread=(entry("clip", 0.12),), origins=(scaled,)), [CLIP])
+    found = gate_failures(answer(spread=(entry("clip", 0.12),), origins=(scaled,)), [CLIP])
     assert numbers(found) == {"clip": (0.25, 2, (0, 1), "w")}
     plain = replace(scaled, change=changed(0.5))  # its error is an estimate, which the spread has
-    assert failing(answer(origins=(plain,)), [CLIP]) == {}
+    assert gate_failures(answer(origins=(plain,)), [CLIP]) == {}
 
 
 def test_failure_and_generator_fail_without_a_number() -> None:
     d = call("m", 1, step=4)
-    failed = Origin("backward", d, (0,), "m", None, failure=Failure(0, 4, 0, {"node_name": "A"}))
+    failed = Origin(
+        "backward", d, (0,), "m", None, failure=OneSidedFailure(0, 4, 0, {"node_name": "A"})
+    )
     moved = Origin("rng", d, (0,), "m", None)
-    found = failing(answer(origins=(failed, moved)), [Gate("any", 1e9)])
+    found = gate_failures(answer(origins=(failed, moved)), [Gate("any", 1e9)])
     assert numbers(found) == {"rng": (None, 4, (0,), "m"), "backward": (None, 4, (0,), "m")}
 
 
 def test_exit_status_says_whether_anything_failed_or_nothing_can_be_told() -> None:
     spread = (entry("clip", 0.5),)
-    found = failing(answer(spread=spread), [CLIP])
+    found = gate_failures(answer(spread=spread), [CLIP])
     assert exit_status(answer(spread=spread), found) == 1
     assert exit_status(answer(spread=spread), {}) == 0
     cannot = answer("incomparable", spread=spread)
-    assert failing(cannot, [CLIP]) == {} and exit_status(cannot, {}) == 2
+    assert gate_failures(cannot, [CLIP]) == {} and exit_status(cannot, {}) == 2

@@ -12,14 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from gradtrace_analyzer.diff.links import LINK_TABLES
-from gradtrace_analyzer.diff.pairing.lower_bound import Judged, Known, beyond_least
+from gradtrace_analyzer.diff.pairing.lower_bound import RolePairs, Upstream, beyond_lower_bound
 from gradtrace_analyzer.numerics.arrays import Side, numbers_of
-from gradtrace_analyzer.numerics.tolerance import Least, Rule
+from gradtrace_analyzer.numerics.tolerance import LowerBound, Rule
 from gradtrace_schemas import TABLES
 from support.synthetic_runs.builder import add_part
 from support.synthetic_runs.differences import Row, sides
 
-LEAST = Least(1.0, 10, 1, 2.0**-24, True)
+LEAST = LowerBound(1.0, 10, 1, 2.0**-24, True)
 RULE = Rule(2.0**-24, "", 10, 1)
 Pair = tuple[Row, Row]
 
@@ -34,9 +34,9 @@ def beyond(
     table: str,
     pairs: Sequence[Pair],
     *,
-    known: Known | None = None,
+    known: Upstream | None = None,
     moved: frozenset[int] = frozenset(),
-    least: Least = LEAST,
+    lower_bound: LowerBound = LEAST,
 ) -> list[bool]:
     """Which of these pairs may exceed; all of them differ."""
     [of_table] = [t for t in LINK_TABLES if t.table == table]
@@ -49,8 +49,10 @@ def beyond(
         apart = both[0].fingerprint != both[1].fingerprint
         lanes = [np.array(side.rows.column(f"{prefix}sketch").to_pylist()) for side in both]
         error = np.linalg.norm(lanes[0] - lanes[1], axis=1) / np.maximum(both[0].norm, both[1].norm)
-        judged.append(Judged(both, apart, error))
-    found = beyond_least(of_table, (a, b), judged, starts, least, moved, known or Known())
+        judged.append(RolePairs(both, apart, error))
+    found = beyond_lower_bound(
+        of_table, (a, b), judged, starts, lower_bound, moved, known or Upstream()
+    )
     return [bool(is_beyond) for is_beyond in found]
 
 
@@ -72,7 +74,7 @@ def test_output_is_held_against_one_and_a_half_times_the_rule_of_its_dtype(tmp_p
     assert beyond(tmp_path / "all", "module_calls", [call(e) for e in errors]) == [False, True]
     mixed = [call(errors[1]), call(errors[1], "bfloat16")]
     assert beyond(tmp_path / "mixed", "module_calls", mixed) == [True, False]
-    nothing = beyond(tmp_path / "none", "module_calls", [call(1e-12)], least=Least())
+    nothing = beyond(tmp_path / "none", "module_calls", [call(1e-12)], lower_bound=LowerBound())
     assert nothing == [True]  # measured noise may be none
 
 
@@ -108,7 +110,7 @@ def test_gradient_far_below_what_arrives_in_its_step_is_held_against_a_part_of_t
     tmp_path: Path,
 ) -> None:
     """A thousandth of the largest: in step 0 that is four times this one's norm, in step 1 less than it."""
-    known = Known()
+    known = Upstream()
     beyond(
         tmp_path / "nodes",
         "node_events",
@@ -137,7 +139,7 @@ def parameter(
 def test_update_is_held_against_what_the_error_of_its_gradient_explains(
     times: float, may_exceed: bool, tmp_path: Path
 ) -> None:
-    known = Known()
+    known = Upstream()
     final = {"root": 0, "parameter_fqn": "w", "point": "final", "backward_index": 0}
     beyond(tmp_path / "gradients", "gradients", [pair(final, sides(1e-3))], known=known)
     allowed = 8 * 2.0**-24 + 0.25 * (1e-3 + 4 * 1e-3)

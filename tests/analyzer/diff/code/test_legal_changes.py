@@ -7,13 +7,13 @@ from typing import Any
 import duckdb
 import pytest
 
-from gradtrace_analyzer.diff.code.rewritten import (
-    Aside,
-    Scaled,
+from gradtrace_analyzer.diff.code.legal_changes import (
+    LossScale,
+    SetAside,
     aside_sentence,
+    divide_out_loss_scales,
     scaled_sentence,
     set_aside,
-    unscale,
 )
 from gradtrace_analyzer.diff.links import LINK_TABLES
 from support.synthetic_runs.differences import Row, Rows, paired, sides
@@ -53,14 +53,14 @@ def scaled(
     return made
 
 
-def unscaled(a: Rows, b: Rows) -> tuple[list[Scaled], duckdb.DuckDBPyConnection]:
+def unscaled(a: Rows, b: Rows) -> tuple[list[LossScale], duckdb.DuckDBPyConnection]:
     connection = paired(a, b)
-    return unscale(connection), connection
+    return divide_out_loss_scales(connection), connection
 
 
 def test_loss_scale_that_was_taken_back_is_divided_out() -> None:
     found, connection = unscaled(*scaled(1024.0, 1024.0))
-    assert found == [Scaled(1024.0, 0, 1)]
+    assert found == [LossScale(1024.0, 0, 1)]
     query = "SELECT writes_c_norm, writes_c_sketch[1], writes_error, error FROM differing_{}"
     for table in ("gradients", "node_events"):
         rows = connection.execute(query.format(table)).fetchall()
@@ -101,7 +101,7 @@ def test_scale_is_told_by_the_first_step_that_has_it() -> None:
         for whole, own in zip((a, b), scaled(factor, factor, step=step), strict=True):
             for table, rows in own.items():
                 whole.setdefault(table, []).extend(rows)
-    assert unscaled(a, b)[0] == [Scaled(64.0, 1, 2), Scaled(128.0, 3, 1)]
+    assert unscaled(a, b)[0] == [LossScale(64.0, 1, 2), LossScale(128.0, 3, 1)]
 
 
 def test_spoilt_gradients_hide_no_scale() -> None:
@@ -110,7 +110,7 @@ def test_spoilt_gradients_hide_no_scale() -> None:
     for row in b["gradients"]:
         if row["point"] == "local":
             row["nan_count"] = 1
-    assert unscaled(a, b)[0] == [Scaled(1024.0, 0, 1)]
+    assert unscaled(a, b)[0] == [LossScale(1024.0, 0, 1)]
 
 
 def test_without_what_the_optimizer_saw_nothing_tells_a_scale_from_a_fault() -> None:
@@ -127,7 +127,7 @@ def lone(name: str, module: str = "m", step: int = 0, **more: Any) -> Row:
 
 def aside(
     b: Rows, a: Rows | None = None, *, beyond: str = "", known_only: bool = False
-) -> tuple[list[Aside], list[tuple[Any, ...]]]:
+) -> tuple[list[SetAside], list[tuple[Any, ...]]]:
     """What is set aside, and the lone Nodes that are left; `beyond` are differences beyond their tolerance."""
     connection = paired(a or anchors(), b)
     for table in LINK_TABLES:
@@ -150,7 +150,10 @@ def anchors(times: float = 1.0, **more: list[Row]) -> dict[str, list[Row]]:
 
 def test_nodes_of_one_side_change_nothing_where_what_the_optimizer_saw_agrees() -> None:
     found, left = aside(anchors(node_events=[lone("A"), lone("A", step=1), lone("B")]))
-    assert found == [Aside("node", "A", "candidate", 2, 0), Aside("node", "B", "candidate", 1, 0)]
+    assert found == [
+        SetAside("node", "A", "candidate", 2, 0),
+        SetAside("node", "B", "candidate", 1, 0),
+    ]
     assert left == []
 
 
@@ -176,7 +179,7 @@ def test_same_node_in_a_step_where_it_changes_nothing_speaks_for_the_others() ->
         "node_events": [lone("A"), lone("A", step=1), lone("B", step=1)],
     }
     found, left = aside(b, beyond="gradients")
-    assert found == [Aside("node", "A", "candidate", 2, 0)] and left == [(1, "B")]
+    assert found == [SetAside("node", "A", "candidate", 2, 0)] and left == [(1, "B")]
 
 
 def test_casts_and_recomputed_forwards_of_known_modules_change_nothing_anywhere() -> None:
@@ -186,8 +189,8 @@ def test_casts_and_recomputed_forwards_of_known_modules_change_nothing_anywhere(
     for known_only in (False, True):
         found, left = aside(b, beyond="gradients", known_only=known_only)
         assert found == [
-            Aside("node", "ToCopyBackward0", "candidate", 1, 0),
-            Aside("call", "m", "candidate", 1, 0),
+            SetAside("node", "ToCopyBackward0", "candidate", 1, 0),
+            SetAside("call", "m", "candidate", 1, 0),
         ]
         assert left == [(0, "A")]
     # Known kinds alone: what changes nothing elsewhere is left for later.
@@ -213,32 +216,32 @@ def test_group_of_another_kernel_is_set_aside_and_one_of_another_setting_stays()
 
     a = anchors(optimizer_groups=[group(0, "true", 0.9), group(1, "true", 0.9)])
     b = anchors(optimizer_groups=[group(0, "false", 0.9), group(1, "false", 0.5)])
-    assert aside(b, a)[0] == [Aside("optimizer kernel", "fused or foreach", "both", 1, 0)]
+    assert aside(b, a)[0] == [SetAside("optimizer kernel", "fused or foreach", "both", 1, 0)]
 
 
 @pytest.mark.parametrize(
     ("found", "said"),
     [
         (
-            [Aside("node", "A", "candidate", 1200, 0), Aside("call", "", "baseline", 1, 0)],
+            [SetAside("node", "A", "candidate", 1200, 0), SetAside("call", "", "baseline", 1, 0)],
             "On one side alone, without effect on what the optimizer saw: 1,200 Nodes in the candidate (A); 1 module "
             "call in the baseline (the root).",
         ),
         (
-            [Aside("node", name, "baseline", 1, 0) for name in "ABCD"],
+            [SetAside("node", name, "baseline", 1, 0) for name in "ABCD"],
             "On one side alone, without effect on what the optimizer saw: 4 Nodes in the baseline (A, B, C, ...).",
         ),
         (
-            [Aside("optimizer kernel", "fused or foreach", "both", 3, 0)],
+            [SetAside("optimizer kernel", "fused or foreach", "both", 3, 0)],
             "The optimizer computes its update with another kernel (fused, foreach).",
         ),
     ],
 )
-def test_what_was_set_aside_is_said_in_words(found: list[Aside], said: str) -> None:
+def test_what_was_set_aside_is_said_in_words(found: list[SetAside], said: str) -> None:
     assert aside_sentence(found) == said
 
 
 def test_loss_scale_is_said_in_words() -> None:
-    assert scaled_sentence([Scaled(65536.0, 2, 5)]).startswith(
+    assert scaled_sentence([LossScale(65536.0, 2, 5)]).startswith(
         "The candidate's loss and gradients are 65536 times the baseline's until they are unscaled, from step 2 on"
     )

@@ -15,7 +15,7 @@ from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.diff.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.origins.rescaled import first_rescaled
-from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from gradtrace_analyzer.numerics.sketches import is_same_factor
 
 
@@ -28,20 +28,20 @@ def by_rank(differences: Sequence[Difference], *, exceeding: bool) -> dict[int, 
     return {rank: _in_order(own) for rank, own in sorted(found.items())}
 
 
-def told(
+def origin_of(
     own: list[Difference], *, rng_differs: bool, modules: Collection[str], exceeding: bool
 ) -> Origin:
     """The first of a rank's differences as an origin; the others tell what lies around it."""
     return _first(own, rng_differs, modules, exceeding)
 
 
-def firsts(
+def first_origins(
     rows: Mapping[int, list[Difference]],
     rng_ranks: Collection[int],
     modules: Mapping[int, Collection[str]],
     *,
     exceeding: bool,
-    failures: Mapping[int, Failure] | None = None,
+    failures: Mapping[int, OneSidedFailure] | None = None,
     unused: Mapping[int, Sequence[tuple[float, float]]] | None = None,
 ) -> list[Origin]:
     """Each rank's first difference of a step, as an origin, in the order of the chain.
@@ -93,7 +93,7 @@ def _past_unused(
     return replace(later, aside=first.difference) if is_scaled else first
 
 
-def _is_explained(first: Origin, failure: Failure) -> bool:
+def _is_explained(first: Origin, failure: OneSidedFailure) -> bool:
     """Whether a rank's first difference is something that its failed backward pass left undone or half done."""
     d = first.difference
     if d.table == "module_calls" and d.key.get("phase") != "recompute":
@@ -110,7 +110,7 @@ def _is_explained(first: Origin, failure: Failure) -> bool:
     return None in (s and s["norm"] for s in (change.baseline, change.candidate))
 
 
-def _failed(failure: Failure, first: Origin | None) -> Origin:
+def _failed(failure: OneSidedFailure, first: Origin | None) -> Origin:
     """The origin that a failed backward pass is."""
     row, is_baseline = failure.row, failure.side == "baseline"
     key = ("microbatch", "root", "module_fqn", "call_index", "node_name", "parameter_fqn")

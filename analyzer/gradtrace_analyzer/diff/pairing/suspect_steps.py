@@ -17,7 +17,7 @@ from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_schemas.digests import TABLE_OF
 from gradtrace_schemas.steps import DIGEST_LINKS
 
-Place = tuple[int, int]  # (rank, step)
+RankStep = tuple[int, int]  # (rank, step)
 
 _POINT_OF = {"parameters": "before", "optimizer": "after"}
 
@@ -25,13 +25,13 @@ _POINT_OF = {"parameters": "before", "optimizer": "after"}
 PROVEN = frozenset(t.table for t in LINK_TABLES if t.table in TABLE_OF.values() and not t.digested)
 
 
-def suspects(
+def suspect_steps(
     connection: duckdb.DuckDBPyConnection, counts: Mapping[str, Counts]
-) -> dict[Place, frozenset[str]]:
+) -> dict[RankStep, frozenset[str]]:
     """The steps that may differ, each with the tables in which it may. Reads `common`; `counts` are by side."""
-    found: dict[Place, frozenset[str]] = {}
+    found: dict[RankStep, frozenset[str]] = {}
     alike: dict[tuple[bool, ...], frozenset[str]] = {}  # few sets for many steps
-    unknown: dict[str, set[Place]] = {}
+    unknown: dict[str, set[RankStep]] = {}
     for rank, step, *flags in connection.execute(_digests_apart(counts)).fetchall():
         place = (rank, step)
         apart = tuple(flags[::2])
@@ -78,7 +78,9 @@ def _digests_apart(counts: Mapping[str, Counts]) -> str:
     )
 
 
-def _with_rows(connection: duckdb.DuckDBPyConnection, link: str, places: set[Place]) -> set[Place]:
+def _with_rows(
+    connection: duckdb.DuckDBPyConnection, link: str, places: set[RankStep]
+) -> set[RankStep]:
     table = TABLE_OF[link]
     point = f" AND t.point = '{_POINT_OF[link]}'" if link in _POINT_OF else ""
     union = " UNION ".join(

@@ -9,8 +9,8 @@ import pytest
 
 from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.diff.origin import Origin
-from gradtrace_analyzer.diff.origins.firsts import by_rank, firsts
-from gradtrace_analyzer.failures.failed_passes import Failure
+from gradtrace_analyzer.diff.origins.first_differences import by_rank, first_origins
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from support.synthetic_runs.differences import (
     accumulating,
     action,
@@ -36,7 +36,7 @@ def found(
 ) -> list[Origin]:
     rows = by_rank(differences, exceeding=exceeding)
     called = {rank: modules for rank in rows}
-    return firsts(rows, rng, called, exceeding=exceeding, **more)
+    return first_origins(rows, rng, called, exceeding=exceeding, **more)
 
 
 def first(*differences: Difference, **more: Any) -> Origin:
@@ -238,12 +238,12 @@ def test_origins_come_in_the_order_of_the_chain_and_those_of_all_ranks_last() ->
     assert [o.ranks for o in found(*rows)] == [(3,), (2,), (1,), (4,), (0,)]
 
 
-def failure(rank: int = 0, backward_index: int = 0, side: str = "candidate") -> Failure:
+def failure(rank: int = 0, backward_index: int = 0, side: str = "candidate") -> OneSidedFailure:
     row: Mapping[str, Any] = {
         "microbatch": 0, "root": 0, "module_fqn": "m", "call_index": 0, "node_name": "MulBackward0",
         "parameter_fqn": None, "event_index": 3, "exception_type": "ValueError", "exception_text": "no",
     }  # fmt: skip
-    return Failure(rank, 0, backward_index, row, side=side)
+    return OneSidedFailure(rank, 0, backward_index, row, side=side)
 
 
 def test_pass_that_failed_is_the_origin_of_a_rank_without_differences() -> None:

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.origins.dataflow import Dataflow, Moved, Place, places
+from gradtrace_analyzer.diff.origins.dataflow import Dataflow, RowKey, TensorPair, row_keys
 
 
-class Trail:
+class Producers:
     """What the rows of one rank left so far, in program order; rows are named by their vertices in a graph."""
 
     def __init__(self, dataflow: Dataflow, *, exceeding: bool) -> None:
         self._dataflow = dataflow
         self._exceeding = exceeding
-        self._left: dict[tuple[object, Moved], list[int]] = {}
+        self._left: dict[tuple[object, TensorPair], list[int]] = {}
         self._zeros: set[tuple[object, int]] = set()
-        self._apart: set[Place] = set()
+        self._apart: set[RowKey] = set()
 
-    def leave(self, vertex: int, d: Difference) -> None:
-        """Take note of what left a row."""
+    def add_outputs(self, vertex: int, d: Difference) -> None:
+        """Remember that the tensors which left the row came from this vertex."""
         for moved in self._dataflow.left(d):
             self._left.setdefault((_pass_of(d), moved), []).append(vertex)
             if not moved.baseline:
                 self._zeros.add((_pass_of(d), moved.numel))
         if d.writes is not None and d.writes.is_apart(exceeding=self._exceeding):
-            self._apart.add(places(d)[0])
+            self._apart.add(row_keys(d)[0])
 
-    def sources(self, d: Difference) -> list[int]:
+    def producers_of(self, d: Difference) -> list[int]:
         """The rows before it which the same tensors left, on both sides: of what differs, all of it."""
         found: list[int] = []
         for moved in self._dataflow.arrived(d):

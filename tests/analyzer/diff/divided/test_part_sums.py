@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gradtrace_analyzer.diff.divided.division import Division
-from gradtrace_analyzer.diff.divided.sums import Repartitioned, Sums
+from gradtrace_analyzer.diff.divided.part_sums import PartSumComparison, PartSums
 from gradtrace_analyzer.numerics.tolerance import Rule
 from support.synthetic_runs.differences import Row, Rows, views
 
@@ -113,14 +113,14 @@ class Side:
 
 def compared(
     a: Rows, b: Rows, *steps: int, parts: tuple[Division, Division] = (WHOLE, PARTS)
-) -> Repartitioned:
-    return Sums(views(a, b), parts, RULE).compared(steps or (0,))
+) -> PartSums:
+    return PartSumComparison(views(a, b), parts, RULE).compared(steps or (0,))
 
 
 GOOD = Side(1).step().rows
 
 
-def places(found: Repartitioned) -> list[tuple[str, Any]]:
+def places(found: PartSums) -> list[tuple[str, Any]]:
     return [
         (d.link, d.key.get("parameter_fqn") or d.key.get("module_fqn")) for d in found.differences
     ]
@@ -159,7 +159,7 @@ def test_sum_that_is_another_is_a_difference_of_its_link(
     if d.link == "loss":
         assert d.values == {"loss": (2.0, pytest.approx(2.6))}
     elif d.link in ("clip", "optimizer"):
-        assert d.writes is not None and d.writes.told_by == "sums"
+        assert d.writes is not None and d.writes.shown_by == "sums"
 
 
 def test_microbatches_add_up_as_ranks_do() -> None:
@@ -221,7 +221,7 @@ def test_drift_of_the_parameters_widens_what_is_allowed() -> None:
 
 
 def test_gradient_of_a_flat_parameter_is_held_against_what_arrives_at_nodes() -> None:
-    def spoilt(name: str, norm: float) -> Repartitioned:
+    def spoilt(name: str, norm: float) -> PartSums:
         rows = Side(2).step().rows
         good = Side(1).step().rows
         for side, times in ((good, 1.0), (rows, 1.1)):
@@ -237,7 +237,7 @@ def test_gradient_of_a_flat_parameter_is_held_against_what_arrives_at_nodes() ->
 
 
 def test_what_was_compared_is_said_in_words() -> None:
-    found = Repartitioned((WHOLE, PARTS), None, (), {"losses": 1200, "parameters": 0}, 2e-7, 1.0)
+    found = PartSums((WHOLE, PARTS), None, (), {"losses": 1200, "parameters": 0}, 2e-7, 1.0)
     assert found.words() == (
         "The work is divided otherwise: 1 rank with 1 backward pass a step in the baseline, 2 ranks with 1 backward "
         "pass a step in the candidate. Sums over ranks and microbatches were compared: 1,200 losses; the largest "

@@ -16,7 +16,7 @@ from gradtrace_analyzer.words.nouns import SIDES
 
 
 @dataclass(frozen=True)
-class Repeated:
+class RerunNode:
     """A Node that ran in backward pass `before` and again in `backward_index`, which `side` alone has.
 
     What arrives is `times` that of before, though `equal_count` other Nodes of the pass receive the same again.
@@ -35,12 +35,12 @@ class Repeated:
     equal_count: int
 
 
-def repeated(connection: duckdb.DuckDBPyConnection, step: int) -> list[Repeated]:
+def repeated(connection: duckdb.DuckDBPyConnection, step: int) -> list[RerunNode]:
     """Of each pass that one side alone has in the step, the first Node that receives a multiple.
 
     Only where another Node of the pass receives the same bits again: then it is not the whole pass that is scaled.
     """
-    found: dict[tuple[str, int, int], Repeated] = {}
+    found: dict[tuple[str, int, int], RerunNode] = {}
     alone = "SELECT 1 FROM differing_backward_passes WHERE step = ? AND only_in IS NOT NULL LIMIT 1"
     if connection.execute(alone, [step]).fetchone() is None:
         return []
@@ -74,5 +74,5 @@ def repeated(connection: duckdb.DuckDBPyConnection, step: int) -> list[Repeated]
             equal = len({p[3:7] for p in pairs if p[:2] == (rank, index) and p[7]})
             if times is not None and equal:
                 place = (before, index, name, root, module, call)
-                found[side, rank, index] = Repeated(side, step, rank, *place, times, equal)
+                found[side, rank, index] = RerunNode(side, step, rank, *place, times, equal)
     return list(found.values())

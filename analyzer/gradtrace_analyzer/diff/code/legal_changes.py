@@ -28,7 +28,7 @@ _GRADIENT_TABLES = {
 
 
 @dataclass(frozen=True)
-class Aside:
+class SetAside:
     """Rows that one side alone has and that change nothing: `count` of this kind and name, from `first_step` on."""
 
     kind: str
@@ -39,7 +39,7 @@ class Aside:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class LossScale:
     """Steps in which the candidate's loss and gradients are `factor` times the baseline's until they are unscaled."""
 
     factor: float
@@ -47,7 +47,7 @@ class Scaled:
     step_count: int
 
 
-def unscale(connection: duckdb.DuckDBPyConnection) -> list[Scaled]:
+def divide_out_loss_scales(connection: duckdb.DuckDBPyConnection) -> list[LossScale]:
     """Divide the candidate's rows by a loss scale, where one was taken back before the optimizer saw the gradients.
 
     A loss scale is a power of two, by which the loss differs, and by which the accumulated gradients differ more than
@@ -102,10 +102,10 @@ def unscale(connection: duckdb.DuckDBPyConnection) -> list[Scaled]:
         "error = abs(d.value_c_loss / f.factor - d.value_b_loss) / greatest(abs(d.value_b_loss), 1e-300) "
         "FROM scaling f WHERE f.rank = d.rank AND f.step = d.step"
     )
-    return [Scaled(*row) for row in found]
+    return [LossScale(*row) for row in found]
 
 
-def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False) -> list[Aside]:
+def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False) -> list[SetAside]:
     """Take rows of one side alone out of `differing_*` where they change nothing; the judgement must be written.
 
     They do not where all gradients that the optimizer saw pair and agree in that step; where the same row is
@@ -125,7 +125,7 @@ def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False
         "UNION SELECT rank, step FROM differing_backward_passes WHERE beyond OR only_in IS NOT NULL "
         "UNION SELECT rank, step FROM differing_parameters WHERE only_in IS NOT NULL)"
     )
-    found: list[Aside] = []
+    found: list[SetAside] = []
     for table, key, name in (
         ("node_events", ("root", "module_fqn", "node_name"), "key_node_name"),
         ("module_calls", ("root", "module_fqn", "phase"), "key_module_fqn"),
@@ -150,7 +150,7 @@ def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False
             f"CREATE OR REPLACE TEMP TABLE aside AS SELECT d.rowid AS id FROM differing_{table} d WHERE {condition}"
         )
         found += [
-            Aside({"node_events": "node", "module_calls": "call"}[table], *row)
+            SetAside({"node_events": "node", "module_calls": "call"}[table], *row)
             for row in connection.execute(
                 f"SELECT {name}, only_in, count(*), min(step) FROM differing_{table} d "
                 "JOIN aside ON aside.id = d.rowid GROUP BY ALL ORDER BY count(*) DESC, 1"
@@ -162,7 +162,7 @@ def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False
         "SELECT count(*), min(step) FROM differing_optimizer_groups WHERE NOT exceeds"
     ).fetchone()
     if kernels is not None and kernels[0]:
-        found.append(Aside("optimizer kernel", "fused or foreach", "both", *kernels))
+        found.append(SetAside("optimizer kernel", "fused or foreach", "both", *kernels))
         connection.execute("DELETE FROM differing_optimizer_groups WHERE NOT exceeds")
     return found
 
@@ -181,8 +181,8 @@ def _in_compiled() -> str:
     )
 
 
-def aside_sentence(found: Sequence[Aside]) -> str:
-    """What was set aside, in words."""
+def aside_sentence(found: Sequence[SetAside]) -> str:
+    """What was set aside, in one sentence: how many of which Nodes and calls on which side. Empty for none."""
     said = []
     for kind, one in (("node", "Node"), ("call", "module call")):
         for side in SIDES:
@@ -200,8 +200,8 @@ def aside_sentence(found: Sequence[Aside]) -> str:
     )
 
 
-def scaled_sentence(found: Sequence[Scaled]) -> str:
-    """That a loss scale was divided out."""
+def scaled_sentence(found: Sequence[LossScale]) -> str:
+    """That a loss scale was divided out, by what and from which step on. `found` holds at least one."""
     first = found[0]
     return (
         f"The candidate's loss and gradients are {first.factor:g} times the baseline's until they are "

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gradtrace_analyzer.diff.links import TABLE_NAMES
-from gradtrace_analyzer.diff.pairing.candidate_steps import PROVEN, suspects
+from gradtrace_analyzer.diff.pairing.suspect_steps import PROVEN, suspect_steps
 from gradtrace_analyzer.sql.footers import Counts, table_counts
 from gradtrace_schemas.digests import TABLE_OF
 from gradtrace_schemas.steps import DIGEST_LINKS
@@ -23,7 +23,7 @@ def found(a: Rows, b: Rows, counts: Counts | None = None) -> dict[Any, frozenset
         side: counts or table_counts(connection, side, TABLE_NAMES)
         for side in ("baseline", "candidate")
     }
-    return suspects(connection, known)
+    return suspect_steps(connection, known)
 
 
 def steps(*rows: Row) -> Rows:

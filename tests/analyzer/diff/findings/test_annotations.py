@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.findings.beside import equal_in_step, with_later, with_root
+from gradtrace_analyzer.diff.findings.annotations import equal_in_step, with_later_ranks, with_root
 from gradtrace_analyzer.diff.origin import Origin, Reached
 from gradtrace_analyzer.diff.scope.cover import Cover
-from gradtrace_analyzer.diff.scope.selection import Chosen
+from gradtrace_analyzer.diff.scope.selection import Selection
 from gradtrace_analyzer.sql.pipelines import StagePlace
 from support.synthetic_runs.differences import (
     bucket,
@@ -65,14 +65,14 @@ def test_ranks_that_an_origin_reached_in_a_later_step_are_told_with_it() -> None
         entry(0, 4, "clip"),  # its own rank
         entry(4, 2, "clip"),  # before the origin: that is no consequence
     ]
-    [found] = with_later([own], spread)
+    [found] = with_later_ranks([own], spread)
     assert found.reached == (near, Reached(2, 4, "clip", {}), Reached(3, 4, "forward", {}))
 
 
 def test_of_several_origins_nobody_knows_which_reached_a_rank_later() -> None:
     two = [origin(call("m", 1)), origin(call("n", 2))]
-    assert with_later(two, [entry(2, 4, "clip")]) == two
-    assert with_later([], [entry(2, 4, "clip")]) == []
+    assert with_later_ranks(two, [entry(2, 4, "clip")]) == two
+    assert with_later_ranks([], [entry(2, 4, "clip")]) == []
 
 
 MODULES = {(0, ""), (0, "a"), (0, "a.b"), (0, "a.c"), (0, "d"), (0, "d.e")}
@@ -119,7 +119,7 @@ def test_links_of_which_no_row_differs_are_equal_if_both_recorded_any() -> None:
 
 
 def test_links_that_nobody_asked_for_are_not_called_equal() -> None:
-    chosen = Chosen(links=("parameters", "forward"))
+    chosen = Selection(links=("parameters", "forward"))
     assert equal(of=cover(chosen=chosen))["links"] == ("parameters", "forward")
 
 
