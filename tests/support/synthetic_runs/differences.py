@@ -23,6 +23,7 @@ from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.runs.run import RankInfo, Run
 from gradtrace_analyzer.sql.footers import table_counts
+from gradtrace_analyzer.sql.views import macros
 from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_schemas import ALL_TABLES, SCHEMA_VERSION, TABLES
 from gradtrace_schemas.table import SKETCH_LANES
@@ -214,6 +215,7 @@ def views(baseline: Rows, candidate: Rows | None = None) -> duckdb.DuckDBPyConne
     of a rank in the order in which they are given here. Without a candidate both sides have the same rows.
     """
     connection = duckdb.connect(config={"python_enable_replacements": "false"})
+    connection.execute(macros())
     connection.execute(_empty_views())
     for side, rows in zip(
         SIDES, (baseline, baseline if candidate is None else candidate), strict=True
