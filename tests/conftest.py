@@ -47,8 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """What the tests recorded and did not ask about is kept too, while it is there."""
-    if (capture := session.config.stash.get(CAPTURE, None)) is not None:
+    """What the tests recorded and did not ask about is kept too, while it is there; where others run them, by these."""
+    others_do = (
+        not hasattr(session.config, "workerinput")
+        and session.config.getoption("dist", "no") != "no"
+    )
+    if (capture := session.config.stash.get(CAPTURE, None)) is not None and not others_do:
         capture.end([session.config._tmp_path_factory.getbasetemp()])  # type: ignore[attr-defined]
 
 

@@ -42,7 +42,7 @@ def run(path: Path, *gradients: Values, fqn: str = "weight") -> Path:
             "end_ns": 1900 + n * n,
         }
         | summary_columns(values, "grad_output_", 4)
-        | summary_columns([1.0], "grad_input_", 4)
+        | (summary_columns([1.0], "grad_input_", 4) if n else {})  # null in the first row
         for n, values in enumerate(gradients)
     ]
     last = {"parameter_fqn": fqn, "shape": [len(gradients[-1])], "point": "final"}
@@ -51,7 +51,7 @@ def run(path: Path, *gradients: Values, fqn: str = "weight") -> Path:
         "node_events": nodes,
         "gradients": [last | summary_columns(gradients[-1])],
     }
-    return build_run(path, rows)
+    return build_run(path, rows, rank_facts={"command": [f"{path}/train.py"]})
 
 
 def bits(table: pa.Table) -> list[object]:
@@ -187,3 +187,21 @@ def test_corpus_tells_nothing_of_its_machine(corpus: Path, tmp_path: Path) -> No
     )
     said = {name: a["json"].said for name, a in answers(corpus).items() if "failures whole" in name}
     assert len(said) == 2
+
+
+def test_what_tests_ask_and_record_is_kept(tmp_path: Path) -> None:
+    root = Path(SCRIPT).parents[1]
+    chosen = "tests/whole/test_diff_origins.py::test_options_restrict_what_is_compared_and_the_answer_says_so"
+    command = [sys.executable, "-m", "pytest", "-q", chosen, "--keep-runs", str(tmp_path)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout
+    (notes,) = tmp_path.glob("*.jsonl")
+    asked = [json.loads(line) for line in notes.read_text().splitlines()]
+    assert {note["test"] for note in asked} == {chosen.removeprefix("tests/")}
+    kinds = [[w for w in note["arguments"] if not w.startswith("@")] for note in asked]
+    assert ["diff", "--at", "1"] in kinds and ["diff", "-v", "--top", "2"] in kinds
+    runs = {w[1:] for note in asked for w in note["arguments"] if w.startswith("@")}
+    assert len(runs) == 2  # each copied once, though asked about again and again
+    for copy in runs:
+        assert (tmp_path / copy / layout.RUN_FILE).exists()
+        assert (tmp_path / copy).parent.joinpath(ABOUT).exists()

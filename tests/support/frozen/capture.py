@@ -134,7 +134,9 @@ class Capture:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).exists() for name in (layout.RUN_FILE, layout.RANKS, layout.JOURNALS))
+    """Whether it looks like one: `os.path`, since a word of a command may be too long for a path."""
+    names = (layout.RUN_FILE, layout.RANKS, layout.JOURNALS)
+    return any(os.path.exists(path / name) for name in names)
 
 
 def _test() -> str:

@@ -38,6 +38,9 @@ QUESTIONS, ANSWERS = "questions.jsonl", "answers.zst"
 ABOUT = "about.json"  # see `capture`
 PAIRS = "pairs.jsonl"  # see `support.accuracy.measuring`, which takes torch along
 
+# Of runs that a test kills at random moments, one of so many is kept: they are large, and much alike.
+SAMPLED = {"whole/test_kills.py::test_kill_at_a_random_moment_loses_no_record_and_invents_none": 3}
+
 # Of how many pairs of `scripts/accuracy` one is asked for its text as well: it costs as much as the JSON, whose
 # explanation has the sentences.
 TEXT_EVERY = 5
@@ -171,6 +174,7 @@ def _whole(
     used = {_folder(w) for note in latest.values() for w in note["arguments"] if w.startswith("@")}
     # What was asked about earlier and is no more; what nobody asked about is kept.
     outdated = {_folder(w) for note in notes for w in note["arguments"] if w.startswith("@")} - used
+    outdated |= _not_sampled(abouts)
     names: dict[str, str] = {}
     order = sorted(set(abouts) - outdated, key=lambda f: (abouts[f]["test"], abouts[f]["now_ns"]))
     for number, folder in enumerate(order):
@@ -178,27 +182,36 @@ def _whole(
         (run,) = (p for p in (source / folder).iterdir() if p.is_dir())
         names[folder] = f"{number:04}/{run.name}"
         scrub(run, place / names[folder], folders, about["living"])
-        _ask_of_a_run(found, place, names[folder], Question((), about["test"], about["now_ns"]))
+        origin = about["test"] or f"a job of {'/'.join(Path(about['source']).parts[-2:])}"
+        like = Question((), origin, about["now_ns"], (JSON,))
+        _ask_of_a_run(found, place, names[folder], like)
     likened: dict[str, str] = {}
     for note in latest.values():
+        if any(_folder(w) not in names for w in note["arguments"] if w.startswith("@")):
+            continue
         runs = [names[_folder(w)] for w in note["arguments"] if w.startswith("@")]
         words = [
             f"whole/{names[_folder(w)]}" if w.startswith("@") else w for w in note["arguments"]
         ]
         now_ns = max(abouts[_folder(w)]["now_ns"] for w in note["arguments"] if w.startswith("@"))
         _ask(found, Question(tuple(words), note["test"], now_ns))
-        if (
-            len(runs) > 1
-            and runs[0] not in likened
-            and runs[1] != runs[0]
-            and runs[1] not in likened.values()
-        ):
+        is_first = len(runs) > 1 and runs[0] not in likened and runs[1] not in likened.values()
+        if is_first and runs[0] != runs[1]:
             likened[runs[1]] = runs[0]
+    of_file: dict[str, str] = {}
+    for folder, run in names.items():
+        if run not in likened:
+            first = of_file.setdefault(abouts[folder]["test"].split("::")[0], run)
+            if first != run and run not in likened.values():
+                likened[run] = first
     return likened
 
 
 def _ask(found: dict[str, Question], question: Question) -> None:
-    found.setdefault(question.name, question)
+    """Unless it was asked before; what a test asks is asked as it stands, in both formats."""
+    before = found.get(question.name)
+    if before is None or len(before.formats) < len(question.formats):
+        found[question.name] = question
 
 
 def _ask_of_a_run(found: dict[str, Question], place: Path, run: str, like: Question) -> None:
@@ -206,6 +219,17 @@ def _ask_of_a_run(found: dict[str, Question], place: Path, run: str, like: Quest
     for words, table in _OF_A_RUN:
         if table is None or (place / run / table).is_dir():
             _ask(found, replace(like, arguments=(*words, f"{place.name}/{run}")))
+
+
+def _not_sampled(abouts: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Folders of runs of which others stand for them."""
+    left_out: set[str] = set()
+    for test, every in SAMPLED.items():
+        mine = [folder for folder in sorted(abouts) if abouts[folder]["test"].startswith(test)]
+        sources = list(dict.fromkeys(abouts[folder]["source"] for folder in mine))
+        kept = set(sources[::every])
+        left_out |= {folder for folder in mine if abouts[folder]["source"] not in kept}
+    return left_out
 
 
 def _source(abouts: Mapping[str, Mapping[str, Any]], word: str) -> str:

@@ -36,6 +36,7 @@ Array = npt.NDArray[Any]
 NUMBERS = ("norm", "abs_max", "sum", "nan_count", "inf_count", "fingerprint")
 _NUMBERS_WIDTH = 2 * len(NUMBERS) + 1
 LANES = (4, 16)
+_BLOCK = 4096
 _NOTHING: Array = np.zeros(0, np.int64)
 
 
@@ -55,7 +56,7 @@ def pack(place: Path, runs: Sequence[str], likened: Mapping[str, str], target: P
     """Write these runs, folders of `place`, to a file. `likened` names for a run one that comes before it and is much
     like it."""
     out = Writer()
-    files: list[tuple[str, str, int]] = []
+    files: list[tuple[str, str, int, list[int]]] = []
     contents: list[bytes] = []
     schemas: list[pa.Schema] = []
     tables: list[list[pa.Table]] = []
@@ -69,8 +70,8 @@ def pack(place: Path, runs: Sequence[str], likened: Mapping[str, str], target: P
                 continue
             table = read_rows(path)
             if table is None:
-                data = path.read_bytes()
-                files.append((run, file, len(data)))
+                blocks, data = _without_holes(path.read_bytes())
+                files.append((run, file, path.stat().st_size, blocks))
                 contents.append(data)
                 continue
             rows, metadata = table
@@ -129,11 +130,10 @@ def unpack(source: Path, place: Path) -> list[str]:
             for kind, pool in _pools().items()
         }
         data, at = blocks.get("files"), 0
-    for run, name, size in contents["files"]:
+    for run, name, size, numbers in contents["files"]:
         path = place / run / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data[at : at + size])
-        at += size
+        at += _write_with_holes(path, size, numbers, data, at)
     begun = [0] * len(schemas)
     seen: dict[tuple[str, str, str, str], Array] = {}
     for part in (_Part(**about) for about in contents["parts"]):
@@ -153,6 +153,26 @@ def unpack(source: Path, place: Path) -> list[str]:
         rows = pa.table([found[field.name] for field in schema], schema=schema)
         write_rows(place / part.run / part.file, rows, part.metadata)
     return list(contents["runs"])
+
+
+def _without_holes(data: bytes) -> tuple[list[int], bytes]:
+    """The numbers of the blocks that are not all zeros, and these: journals are made large, and hold little."""
+    blocks = [data[at : at + _BLOCK] for at in range(0, len(data), _BLOCK)]
+    kept = [number for number, block in enumerate(blocks) if block.strip(b"\0")]
+    return kept, b"".join(blocks[number] for number in kept)
+
+
+def _write_with_holes(path: Path, size: int, numbers: Sequence[int], data: bytes, at: int) -> int:
+    """The file of which these blocks lie in `data` from `at` on; how many bytes they have."""
+    taken = 0
+    with path.open("wb") as file:
+        for number in numbers:
+            count = min(_BLOCK, size - number * _BLOCK)
+            file.seek(number * _BLOCK)
+            file.write(data[at + taken : at + taken + count])
+            taken += count
+        file.truncate(size)
+    return taken
 
 
 def _pools() -> dict[str, Pool]:

@@ -12,11 +12,13 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from gradtrace_schemas import layout
 from gradtrace_schemas.journal import HEADER
+from gradtrace_schemas.journal_reader import UnreadableJournal, read_journal
 from gradtrace_schemas.processes import machine_token
 from support.frozen.packing import read_rows, write_rows
 
@@ -55,7 +57,41 @@ def scrub(run: Path, target: Path, folders: Sequence[str], living: Collection[st
                 data = pattern.sub(text, data)
         if path.suffix == ".journal" and len(data) >= HEADER.itemsize:
             data = _with_process(data, _NOBODYS if path.name in living else _THE_READERS)
+            data = without_unread(data)
         place.write_bytes(data)
+
+
+def without_unread(data: bytes) -> bytes:
+    """A journal without the records that were written out, and lie in a part since, and without the zeros at its end.
+
+    No reader sees them; where one would, of a header that is damaged, it is left as it is.
+    """
+    header = np.frombuffer(data, HEADER, 1)[0]
+    size, start = int(header["record_bytes"]), int(header["records_offset"])
+    if not 16 <= size <= 1 << 16 or start >= len(data):
+        return data
+    count = min(2 * int(header["half_records"]), (len(data) - start) // size)
+    changed = np.frombuffer(data, np.uint8).copy()
+    records = changed[start : start + count * size].reshape(count, size)
+    first, last = (
+        np.ascontiguousarray(records[:, at]).view("<u8") for at in (np.s_[:8], np.s_[-8:])
+    )
+    records[np.maximum(first, last)[:, 0] <= header["drained"]] = 0
+    short = changed.tobytes().rstrip(b"\0")
+    short += bytes(-len(short) % size)
+    return short if _read_alike(data, short) else data
+
+
+def _read_alike(a: bytes, b: bytes) -> bool:
+    try:
+        both = [read_journal(a), read_journal(b)]
+    except UnreadableJournal:
+        return False
+    x, y = (
+        [v.tobytes() if isinstance(v, np.ndarray) else v for v in vars(contents).values()]
+        for contents in both
+    )
+    return x == y
 
 
 def claim_journals(place: Path) -> None:
