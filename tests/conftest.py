@@ -5,23 +5,40 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from support.environment.native_observer import NOWHERE, build, build_or_skip
 from support.launching.counted_reruns import Reruns
 
+if TYPE_CHECKING:
+    from support.frozen.capture import Capture
+
+CAPTURE: pytest.StashKey[Capture] = pytest.StashKey()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--observer", choices=("python", "native"), default="python", help="which observer the tests record with"
     )  # fmt: skip
+    parser.addoption(
+        "--keep-runs",
+        metavar="FOLDER",
+        help="keep there what the analyzer is asked about, see support.frozen",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Jobs choose by what is built: with `--observer native` it is, else there is nothing to be found."""
     os.environ["GRADTRACE_NATIVE_CACHE"] = str(NOWHERE)
     config.pluginmanager.register(Reruns())
+    if folder := config.getoption("--keep-runs"):
+        from support.frozen.capture import Capture
+
+        config.stash[CAPTURE] = Capture(Path(folder))
+        config.stash[CAPTURE].begin()
     if config.getoption("--observer") == "native":
         from gradtrace_recorder.observers.native.build import NotBuilt
 
@@ -29,6 +46,16 @@ def pytest_configure(config: pytest.Config) -> None:
             build()
         except NotBuilt as error:
             pytest.exit(f"nothing is tested with the native observer: {error}", returncode=0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What the tests recorded and did not ask about is kept too, while it is there; where others run them, by these."""
+    others_do = (
+        not hasattr(session.config, "workerinput")
+        and session.config.getoption("dist", "no") != "no"
+    )
+    if (capture := session.config.stash.get(CAPTURE, None)) is not None and not others_do:
+        capture.end([session.config._tmp_path_factory.getbasetemp()])  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")

@@ -90,6 +90,11 @@ def pictures(folder: Path) -> None:
     assert set(drawn) == {"diff.svg", "how.svg"} and "compared with itself" in drawn["diff.svg"]
 
 
+def rejudge(folder: Path) -> None:
+    """One kept pair; all of them are asked by scripts/check --all."""
+    assert "0 of 1 answer" in ran("rejudge", "--only", "failures accuracy/mlp*", "--part", "1/1")
+
+
 def reference(folder: Path) -> None:
     assert ran("reference", "--check") == ""
 
@@ -109,6 +114,7 @@ SMOKE: dict[str, Callable[[Path], None]] = {
     "sanitize": sanitize,
     "pictures": pictures,
     "reference": reference,
+    "rejudge": rejudge,
     "test": its_tests,
 }
 SLOW = {"accuracy", "bench", "demo", "kills"}

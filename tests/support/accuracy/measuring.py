@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import warnings
 import zlib
@@ -97,11 +98,16 @@ def cases(
     return draw.sample(found, len(found))
 
 
-class Laboratory:
-    """Runs cases in a directory; baselines are shared."""
+# Where a laboratory that keeps its pairs writes them: a JSON object a line, runs relative to its directory.
+PAIRS = "pairs.jsonl"
 
-    def __init__(self, directory: Path, seed: int = 0) -> None:
+
+class Laboratory:
+    """Runs cases in a directory; baselines are shared. With `keeps_pairs` it writes down what it compared."""
+
+    def __init__(self, directory: Path, seed: int = 0, *, keeps_pairs: bool = False) -> None:
         self._directory = directory
+        self._keeps_pairs = keeps_pairs
         self.seed = seed
         self._baselines: dict[tuple[str, str, str, int], Path] = {}
         self._count = 0
@@ -120,6 +126,8 @@ class Laboratory:
         return self._train(case, case.change, case.kind)
 
     def judged(self, case: Case, baseline: Path, candidate: Path, scale: float = 1.0) -> Outcome:
+        if self._keeps_pairs and scale == 1.0:
+            self._keep_pair(case, baseline, candidate)
         answer = as_object(
             compare(
                 open_run(baseline),
@@ -131,6 +139,16 @@ class Laboratory:
         first = answer["first_divergence"]
         placed = None if first is None else _placed(case, first)
         return Outcome(case, answer["verdict"], placed, answer["explanation"])
+
+    def _keep_pair(self, case: Case, baseline: Path, candidate: Path) -> None:
+        precision = DECLARED.get(case.change)
+        pair = {
+            "about": f"{case.family}, {case.change}, {case.kind or 'sound'} at {case.place or 'the root'}",
+            "options": ["--precision", precision] if precision else [],
+            "runs": [str(run.relative_to(self._directory)) for run in (baseline, candidate)],
+        }
+        with (self._directory / PAIRS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(pair) + "\n")
 
     def _train(self, case: Case, change: str, kind: str | None) -> Path:
         self._count += 1
