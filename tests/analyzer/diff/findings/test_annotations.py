@@ -120,7 +120,7 @@ def test_links_of_which_no_row_differs_are_equal_if_both_recorded_any() -> None:
 
 def test_links_that_nobody_asked_for_are_not_called_equal() -> None:
     chosen = Selection(links=("parameters", "forward"))
-    assert equal(of=cover(chosen=chosen))["links"] == ("parameters", "forward")
+    assert equal(of=cover(selection=chosen))["links"] == ("parameters", "forward")
 
 
 def test_ranks_without_a_difference_are_told_as_spans() -> None:

@@ -60,14 +60,14 @@ def test_tables_in_front_of_the_origin_that_hold_nothing_are_named(
 
 
 def test_links_that_nobody_asked_for_are_not_seen() -> None:
-    chosen = cover(**BOTH, chosen=Selection(links=("parameters", "forward")))
+    chosen = cover(**BOTH, selection=Selection(links=("parameters", "forward")))
     assert unseen(loss(1), chosen) == ["inputs"]
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_modules_outside_a_filter_are_not_seen(recorded: bool) -> None:
     runs = {**RUNS, "candidate": run_of(range(2), settings={"modules": "a*" * recorded})}
-    of = cover(**BOTH, chosen=Selection(modules=() if recorded else ("a*",)))
+    of = cover(**BOTH, selection=Selection(modules=() if recorded else ("a*",)))
     assert unseen(call("m", 1), of, runs) == ["modules outside the filter"]
 
 

@@ -55,7 +55,7 @@ def test_modules_are_those_of_the_step_on_ranks_that_both_sides_have(here: StepR
 
 
 def test_modules_that_nobody_asked_for_are_left_out() -> None:
-    chosen = cover(chosen=Selection(modules=("a*",)))
+    chosen = cover(selection=Selection(modules=("a*",)))
     assert StepReader(started(BASELINE), chosen, 0).modules() == {(0, "a.b")}
 
 

@@ -92,8 +92,8 @@ def test_filters_are_the_settings_that_left_something_out() -> None:
     found = covered(a, run_of(range(2)))
     assert found.filters == {"baseline": {"modules": "a*"}, "candidate": {}}
     assert found.is_filtered and not covered(run_of(), run_of()).is_filtered
-    assert cover(chosen=chosen(links=["loss"])).is_filtered
-    assert not cover(chosen=chosen(step=1)).is_filtered
+    assert cover(selection=chosen(links=["loss"])).is_filtered
+    assert not cover(selection=chosen(step=1)).is_filtered
 
 
 def test_flight_recordings_tell_which_steps_they_kept() -> None:

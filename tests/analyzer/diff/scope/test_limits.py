@@ -23,7 +23,7 @@ def reason(
     rows: dict[str, int] | None = None,
     **asked: Any,
 ) -> str | None:
-    of = cover(chosen=chosen(**asked), **({} if rows is None else {"rows": rows}))
+    of = cover(selection=chosen(**asked), **({} if rows is None else {"rows": rows}))
     seen = NOWHERE | (BOTH if steps is None else steps)
     return nothing_to_compare(RUNS, compared, seen, of, has_summaries=lambda: has_summaries)
 
