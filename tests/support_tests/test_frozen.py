@@ -21,7 +21,9 @@ from gradtrace_schemas import layout
 from gradtrace_schemas.journal import HEADER
 from gradtrace_schemas.processes import machine_token
 from support.frozen.capture import ABOUT
+from support.frozen.changes import changes
 from support.frozen.corpus import answers, keep_answers, record
+from support.frozen.judging import Answer
 from support.frozen.packing import pack, read_rows, unpack
 from support.synthetic_runs.builder import build_run, summary_columns
 
@@ -205,3 +207,15 @@ def test_what_tests_ask_and_record_is_kept(tmp_path: Path) -> None:
     for copy in runs:
         assert (tmp_path / copy / layout.RUN_FILE).exists()
         assert (tmp_path / copy).parent.joinpath(ABOUT).exists()
+
+
+def test_digits_of_a_tolerance_behind_the_ninth_do_not_count_and_those_before_do() -> None:
+    def told(tolerance: str) -> dict[str, Answer]:
+        return {"json": Answer(1, f'{{"tolerance": {tolerance}, "error": {tolerance}}}', "")}
+
+    kept = {"json": Answer(1, '{"tolerance": 0.005565164237631127}', "")}
+    assert changes(kept, {"json": Answer(1, '{"tolerance": 0.005565164237639672}', "")}) == []
+    assert changes(kept, {"json": Answer(1, '{"tolerance": 0.005565169}', "")}) != []
+    assert changes(told("0.005565164237631127"), told("0.005565164237639672")) == [
+        "json: error: 0.005565164237631127 -> 0.005565164237639672"
+    ]

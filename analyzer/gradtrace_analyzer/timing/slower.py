@@ -216,7 +216,8 @@ def _by_rank(changes: Iterable[TimeChange]) -> list[TimeChange]:
             (anywhere, other) in grouped for other in ("slower", "faster")
         ):
             continue  # it is told of the ranks that did change
-        most = max(of_place, key=lambda change: abs(change.difference_ns))
+        # Of ranks that changed equally much, the lowest: rows come in any order.
+        most = max(of_place, key=lambda c: (abs(c.difference_ns), [-rank for rank in c.ranks]))
         ranks = sorted(rank for change in of_place for rank in change.ranks)
         found.append(TimeChange(**{**vars(most), "ranks": tuple(ranks)}))
     return found

@@ -405,7 +405,8 @@ def _never_done(evidence: Evidence) -> Iterator[Violation]:
         "AND b.backward_index = r.backward_index "
         "WHERE r.done_ns IS NULL AND b.error IS NOT NULL AND NOT EXISTS (FROM failures f WHERE f.rank = r.rank "
         "AND f.step = r.step AND f.backward_index = r.backward_index AND f.node_name IS NOT NULL) GROUP BY 1, 2, 3, 4 "
-        "QUALIFY row_number() OVER (PARTITION BY r.replica ORDER BY r.step, r.backward_index, r.bucket_index) = 1"
+        "QUALIFY row_number() OVER (PARTITION BY r.replica ORDER BY r.step, r.backward_index, r.bucket_index) = 1 "
+        "ORDER BY r.replica"
     )
     for number, step, backward, bucket, microbatch, ranks, error, hook, count in found:
         replica = evidence.replica(number)
