@@ -43,8 +43,10 @@ NOT_RUN = {
     "scripts/fuzz": "it takes a minute",
     "scripts/bench": "it takes minutes, on a machine that has nothing else to do",
     "scripts/accuracy": "it takes minutes, and writes into the checkout",
+    "scripts/rejudge": "it takes minutes; scripts/check --all does it",
     "scripts/sanitize": "it takes minutes, and needs a compiler's sanitizers",
     "scripts/gpu-check": "it needs a device",
+    "python -m pytest tests/whole": "it takes minutes, and is run in a checkout",
     "analyzer trigger": "it asks a job that runs; tests/whole/test_flight.py does it",
 }
 

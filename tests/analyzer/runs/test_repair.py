@@ -77,7 +77,7 @@ def test_rank_of_another_machine_is_repaired_only_by_force(tmp_path: Path) -> No
 INTERRUPTED = """
 import os, shutil, sys
 from pathlib import Path
-from gradtrace_analyzer.repair import repairs
+from gradtrace_analyzer.runs.repair import repairs
 valid, folder = Path(sys.argv[1]), Path(sys.argv[2])
 at = 0
 while True:

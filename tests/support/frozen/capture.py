@@ -39,11 +39,11 @@ class Capture:
         """Stand between the tests and the analyzer, which must not be imported yet by those who hold its names."""
         assert "gradtrace_analyzer.commands" not in sys.modules
         self._folder.mkdir(parents=True, exist_ok=True)
-        run: Any = importlib.import_module("gradtrace_analyzer.run")
+        run: Any = importlib.import_module("gradtrace_analyzer.runs.run")
         run.open_run = self._around(run.open_run, self._opened)
         cli: Any = importlib.import_module("gradtrace_analyzer.cli")
         cli.Analyzer.main = self._around(cli.Analyzer.main, self._called)
-        compare: Any = importlib.import_module("gradtrace_analyzer.compare")
+        compare: Any = importlib.import_module("gradtrace_analyzer.diff.compare")
         compare.compare = self._around(compare.compare, self._compared)
         subprocess.Popen.__init__ = self._around(subprocess.Popen.__init__, self._started)  # type: ignore[method-assign]
 
