@@ -112,7 +112,7 @@ OPTIMIZER_GROUPS = Table(
 GRADIENTS = Table(
     name="gradients",
     version=1,
-    doc="One row per parameter's gradient at one point.",
+    doc="One row per parameter's gradient at one point. A parameter that has none there has no row.",
     key=("attempt", "rank", "step", "backward_index", "root", "parameter_fqn", "point"),
     entries=(
         *IDENTITY,
