@@ -117,7 +117,7 @@ SMOKE: dict[str, Callable[[Path], None]] = {
     "rejudge": rejudge,
     "test": its_tests,
 }
-SLOW = {"accuracy", "bench", "demo", "kills"}
+SLOW = {"accuracy", "bench", "demo", "kills", "rejudge"}
 
 
 def test_every_script_is_run_by_a_test() -> None:
