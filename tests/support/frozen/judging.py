@@ -72,10 +72,11 @@ def prepare(place: str) -> None:
     os.chdir(place)
     os.environ.update(TZ="UTC", COLUMNS="120", NO_COLOR="1")
     time.tzset()
-    time.time_ns, time.time = (
-        _CLOCK.time_ns,
-        _CLOCK.time,
-    )  # before the analyzer could take them by name
+    # Before the analyzer could take them by name.
+    time.time_ns, time.time = _CLOCK.time_ns, _CLOCK.time
+    # One thread of DuckDB: several add in whatever order they come, and the last digits of a tolerance differ.
+    os.sched_getaffinity = lambda _: {0}
+    os.cpu_count = lambda: 1  # where there is no affinity
 
 
 def judge(question: Question) -> dict[str, Answer]:
