@@ -27,7 +27,14 @@ def ran(name: str, *arguments: object, code: int = 0) -> str:
     done = subprocess.run(
         [str(SCRIPTS / name), *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, "ENVIRONMENT_AS_IT_IS": "1", "PATH": bins, "TERM": "dumb"},
+        # What pytest itself was told is not for the pytest of a script.
+        env={
+            **os.environ,
+            "ENVIRONMENT_AS_IT_IS": "1",
+            "PATH": bins,
+            "TERM": "dumb",
+            "PYTEST_ADDOPTS": "",
+        },
         capture_output=True,
         text=True,
         timeout=280,
