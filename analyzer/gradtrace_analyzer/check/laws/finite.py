@@ -379,12 +379,12 @@ def _with_heirs(
     """Name the ranks that got it in the same step, and through what."""
     said = ""
     for through in dict.fromkeys(how for _, _, how in inherited):
-        inherited_counts = {
+        heirs = {
             p.rank
             for c, p, how in inherited
             if c.step == v.step and c.kind == kind and p.rank not in v.ranks and how == through
         }
-        if inherited_counts:
-            got = ranks_phrase(inherited_counts)
+        if heirs:
+            got = ranks_phrase(heirs)
             said += f" {got[:1].upper()}{got[1:]} got it through {through}."
     return replace(v, explanation=v.explanation + said) if said else v
