@@ -49,6 +49,11 @@ class Replica:
     unobserved: str | None
     is_sharded: bool
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a violation says of it, as fields of `Violation`."""
+        return {"group": self.group, "root": self.root, "module_fqn": self.module_fqn}
+
     def keeps_ranks_equal(self, compressing: Sequence[str]) -> bool:
         """Whether every hook it used leaves bit-equal values on all ranks. One that fits `compressing` is taken to."""
         return all(promise_of(name, compressing).keeps_ranks_equal for name in self.hook_names)

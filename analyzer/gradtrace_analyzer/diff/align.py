@@ -18,11 +18,11 @@ from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS
 from gradtrace_analyzer.diff.pairing.ignored_rows import ignore_rows
 from gradtrace_analyzer.diff.pairing.opening import RunPair, StepOpener
 from gradtrace_analyzer.diff.pairing.tally import merged_spread, steps_of
+from gradtrace_analyzer.diff.pairing.whereabouts import whereabouts_sql
 from gradtrace_analyzer.diff.scope.selection import Selection
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure, one_sided_failures
 from gradtrace_analyzer.words.nouns import SIDES
-from gradtrace_analyzer.words.places import whereabouts_sql
 
 # Rows of one step that are looked at one by one. Where more differ, of each rank and table the first ones are, in
 # program order, and the first of those beyond tolerance and of those that read nothing that differs.

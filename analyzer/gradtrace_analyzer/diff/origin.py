@@ -57,12 +57,12 @@ class Rescaled:
 
     @property
     def parameter_fqn(self) -> str:
-        """The parameter."""
+        """Whose accumulated gradient does not follow the factor."""
         return str(self.difference.key["parameter_fqn"])
 
     @property
     def backward_index(self) -> int:
-        """The pass in which it shows."""
+        """Of the first backward pass after which it does not."""
         return int(self.difference.key["backward_index"])
 
 

@@ -64,7 +64,7 @@ def _failed_alike(evidence: Evidence, passes: list[FailedPass], *, was_caught: b
     first = with_reach(evidence.connection, min(passes, key=lambda f: (f.step, f.rank)))
     ranks = tuple(sorted({f.rank for f in passes if f.step == first.step}))
     after = " The exception was caught: later passes were completed." if was_caught else ""
-    more = f" So in {_passes(len(passes))}." if len(passes) > len(ranks) else ""
+    more = f" So in {counted(len(passes), 'backward pass')}." if len(passes) > len(ranks) else ""
     return passes_complete.violation(
         first.step,
         f"Step {first.step}, {ranks_phrase(ranks)}: backward pass {first.backward_index} failed "
@@ -105,7 +105,7 @@ def wrapper_called(evidence: Evidence) -> Findings:
         wrapper_called.violation(
             step,
             f"Step {step}, {ranks_phrase(ranks)}: backward pass {backward} reduced no gradients, because the model "
-            f"was called past its DDP wrapper (`ddp.module(...)`). So in {_passes(count)}.",
+            f"was called past its DDP wrapper (`ddp.module(...)`). So in {counted(count, 'backward pass')}.",
             rank=ranks[0] if len(ranks) == 1 else None,
             ranks=tuple(ranks),
             backward_index=backward,
@@ -275,10 +275,6 @@ def _group(evidence: Evidence, team: int) -> str:
     return next(r.group for r in evidence.replicas if r.team == team)
 
 
-def _passes(count: int) -> str:
-    return counted(count, "backward pass")
-
-
 # A pass has a row when all its buckets have theirs.
 _UNLAUNCHED = f"""
 WITH launched AS (
@@ -382,14 +378,13 @@ def _left_out(
     return buckets_launched.violation(
         step,
         f"Step {step}, {ranks_phrase(ranks)}: backward pass {backward} launched no bucket of "
-        f"{counted(len(unlaunched), 'parameter')}{why or f' ({listed(unlaunched, 3)})'}. So in {_passes(count)}.",
+        f"{counted(len(unlaunched), 'parameter')}{why or f' ({listed(unlaunched, 3)})'}. "
+        f"So in {counted(count, 'backward pass')}.",
         rank=ranks[0] if len(ranks) == 1 else None,
         ranks=tuple(ranks),
-        group=replica.group,
         microbatch=microbatch,
         backward_index=backward,
-        root=replica.root,
-        module_fqn=replica.module_fqn,
+        **replica.fields,
         parameter_fqn=(causes or unlaunched)[0],
         count=count,
     )
@@ -416,12 +411,10 @@ def _never_done(evidence: Evidence) -> Iterator[Violation]:
             f"pass ended with {error.splitlines()[0] if error else 'an error'}.",
             rank=ranks[0] if len(ranks) == 1 else None,
             ranks=tuple(ranks),
-            group=replica.group,
             microbatch=microbatch,
             backward_index=backward,
             bucket_index=bucket,
-            root=replica.root,
-            module_fqn=replica.module_fqn,
+            **replica.fields,
             hook_name=hook,
             count=count,
         )

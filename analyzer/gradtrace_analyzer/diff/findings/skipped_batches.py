@@ -7,7 +7,7 @@ from itertools import product
 
 import duckdb
 
-from gradtrace_analyzer.words.nouns import SIDES
+from gradtrace_analyzer.words.nouns import SIDES, other_side
 from gradtrace_analyzer.words.numbers import noun, ranks_phrase, verb
 
 # How many batches a rank may run ahead or behind and still be recognised.
@@ -49,7 +49,7 @@ def _shifted_inputs(connection: duckdb.DuckDBPyConnection) -> Iterator[str]:
                 alike.setdefault((side, first, by), []).append(rank)
                 break
     for (side, first, by), ranks in alike.items():
-        other = "baseline" if side == "candidate" else "candidate"
+        other = other_side(side)
         yield (
             f"{ranks_phrase(ranks).capitalize()} of the {side} {verb(ranks, 'reads', 'read')} from step "
             f"{first} on what the {other} reads {by} {noun(by, 'step')} later: "

@@ -157,7 +157,7 @@ def _through_unseen(
 
 def _in_groups(graph: DependencyGraph) -> None:
     """Let what one cause changes many of follow the first of its kind: parameters, reduced gradients, settings."""
-    first_origins: dict[tuple[object, ...], int] = {}
+    firsts: dict[tuple[object, ...], int] = {}
     for v in graph.origins():
         d = graph.rows[v]
         if d is None or d.link not in _CHANGED_TOGETHER:
@@ -169,7 +169,7 @@ def _in_groups(graph: DependencyGraph) -> None:
             kind += (d.key["microbatch"], d.key["root"], d.key["call_index"])
         if d.table == "buckets" and d.reads is not None and d.reads.differs:
             continue
-        first = first_origins.setdefault(kind, v)
+        first = firsts.setdefault(kind, v)
         if first != v:
             graph.feeders[v].add(first)
 

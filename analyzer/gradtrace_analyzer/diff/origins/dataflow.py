@@ -62,9 +62,9 @@ class Dataflow:
 
     def __post_init__(self) -> None:
         for place, row in self.rows["baseline"].items():
-            for passing in set(row.left):
-                if passing is not None:
-                    self._leaving.setdefault((_scope(place), passing), []).append(place)
+            for tensor in set(row.left):
+                if tensor is not None:
+                    self._leaving.setdefault((_scope(place), tensor), []).append(place)
         for place, row in self.rows["candidate"].items():
             self._left_candidate |= {(_scope(place), p) for p in row.left if p is not None}
 
@@ -108,10 +108,10 @@ class Dataflow:
         if row is None or not moved:
             return False
         for tensor in moved:
-            passing = TensorId(tensor.numel, tensor.baseline)
+            came = TensorId(tensor.numel, tensor.baseline)
             sources = [
                 source
-                for source in self._leaving.get((_scope(place), passing), ())
+                for source in self._leaving.get((_scope(place), came), ())
                 if self.rows["baseline"][source].order < row.order and source != place
             ]
             # A tensor of zeros is what any row may leave; what a row of the candidate left came as it was.
@@ -170,8 +170,8 @@ def _nodes(
         "SELECT rank, backward_index, event_index, direction, position, numel, fingerprint "
         f"FROM {side}.node_tensors WHERE {where}"
     ).fetchall():
-        [passing] = _of(n, value)
-        single.setdefault((*place, direction), {})[position] = passing
+        [tensor] = _of(n, value)
+        single.setdefault((*place, direction), {})[position] = tensor
 
     def all_of(place: RowKey, direction: str, n: Any, value: Any) -> tuple[TensorId | None, ...]:
         known = single.get((*place, direction))

@@ -26,7 +26,7 @@ from gradtrace_analyzer.sql.pipelines import (
 )
 from gradtrace_analyzer.words.nouns import SIDES
 
-_Place = TypeVar("_Place", Origin, Origin | None)
+_Origin = TypeVar("_Origin", Origin, Origin | None)
 
 # (rank, stage, microbatch, whether it is a forward): an action, its halves taken as one.
 Action = tuple[int, int, int, bool]
@@ -97,7 +97,7 @@ class StageEdges:
         return replace(origin, place=place, source=source)
 
 
-def on_ranks(origin: _Place, stages: Stages | None) -> _Place:
+def on_ranks(origin: _Origin, stages: Stages | None) -> _Origin:
     """An origin with the candidate's ranks in place of the stages that were compared as such."""
     if stages is None or origin is None:
         return origin

@@ -89,9 +89,8 @@ def beyond_lower_bound(
     found = np.zeros(len(rows[0]), bool)
     for one in judged:
         share = _share(table, rows[0], one, starts, upstream.arriving)
-        allowed = _each(one, lower_bound.forward if is_forward else lower_bound.layer) * _decisive(
-            one
-        )
+        rounding = _each(one, lower_bound.forward if is_forward else lower_bound.layer)
+        allowed = rounding * _decisive(one)
         found |= one.apart & ~(one.error * share <= allowed)
         if len(table.sides) == 2 and one is judged[-1] and one.sides[0].prefix == table.sides[1][1]:
             found |= _lengthened(table, rows, one, share, _each(one, lower_bound.norm))

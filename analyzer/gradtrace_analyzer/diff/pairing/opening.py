@@ -209,11 +209,11 @@ class StepOpener:
             columns,
         )
 
-    def _open_what_matters(self, suspect_steps: set[RankStep]) -> None:
+    def _open_what_matters(self, suspects: set[RankStep]) -> None:
         by_step: dict[int, list[RankStep]] = {}
-        for place in suspect_steps:
+        for place in suspects:
             by_step.setdefault(place[1], []).append(place)
-        tallies, unpaired = self._sieved(suspect_steps)
+        tallies, unpaired = self._sieved(suspects)
         self._unpaired = unpaired
         anchors = self._anchors()
         told: set[int] = set()
@@ -262,14 +262,13 @@ class StepOpener:
             for table in LINK_TABLES
         )
 
-    def _sieved(self, suspect_steps: set[RankStep]) -> tuple[list[Tally], set[RankStep]]:
+    def _sieved(self, suspects: set[RankStep]) -> tuple[list[Tally], set[RankStep]]:
         """(tallies of the steps that pair by place, the steps that must be paired row by row)."""
-        from gradtrace_analyzer.diff.pairing.sieve import (
-            sieved,  # loads what reads Parquet, which few need
-        )
+        # Here, as it loads what reads Parquet, which few need.
+        from gradtrace_analyzer.diff.pairing.sieve import sieved
 
         steps: dict[int, set[int]] = {}
-        for rank, step in suspect_steps:
+        for rank, step in suspects:
             steps.setdefault(rank, set()).add(step)
         moved: dict[int, set[int]] = {}
         for rank, step in self._moved_between():
@@ -315,7 +314,7 @@ class StepOpener:
                 raise
         pa.default_memory_pool().release_unused()
         with progress("comparing losses and optimizer settings"):
-            tallies += self._values_apart(suspect_steps - unpaired, lower_bound)
+            tallies += self._values_apart(suspects - unpaired, lower_bound)
         chosen = self._chosen
         wanted = [t for t in tallies if chosen.wants_link(link_of(t.table, t.point))]
         if chosen.step is not None:

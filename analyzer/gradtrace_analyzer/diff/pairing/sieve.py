@@ -24,10 +24,10 @@ import pyarrow.parquet as pq
 from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.diff.pairing.lower_bound import RolePairs, Upstream, beyond_lower_bound
 from gradtrace_analyzer.diff.pairing.tally import SieveResult, Tally, joined
+from gradtrace_analyzer.diff.pairing.whereabouts import whereabouts
 from gradtrace_analyzer.numerics.arrays import Side, codes_of, numbers_of, values_of
 from gradtrace_analyzer.numerics.sketches import relative_errors
 from gradtrace_analyzer.numerics.tolerance import LowerBound
-from gradtrace_analyzer.words.places import whereabouts
 from gradtrace_schemas import TABLES
 
 # Those with summaries; the others are few rows, whose values are compared where they lie.
@@ -54,7 +54,7 @@ def sieved(
     What is beyond the `lower_bound` of what a rule can allow is proposed. `moved` are the steps before which a
     parameter is not what the step before left.
     """
-    found, known = SieveResult(rank), Upstream()
+    found, upstream = SieveResult(rank), Upstream()
     for table in SIEVED:
         sides = parts.get(table.table)
         if sides is None or not any(sides):
@@ -63,7 +63,7 @@ def sieved(
             if blocks is None:
                 found.unpaired |= chosen
             else:
-                _judge(found, table, *blocks, lower_bound, moved, known)
+                _judge(found, table, *blocks, lower_bound, moved, upstream)
     # A step that does not pair in one table is looked at in all.
     by_point = groupby(sorted(found.tallies, key=_point_of), key=_point_of)
     found.tallies = [joined(list(of_point)).without(found.unpaired) for _, of_point in by_point]
@@ -202,7 +202,7 @@ def _judge(
     b: pa.Table,
     lower_bound: LowerBound,
     moved: frozenset[int],
-    known: Upstream,
+    upstream: Upstream,
 ) -> None:
     steps = numbers_of(a, "step")
     starts = np.flatnonzero(np.r_[True, steps[1:] != steps[:-1]])
@@ -230,7 +230,7 @@ def _judge(
         exceeds |= apart & nans
         errors = np.where(apart & ~nans, np.maximum(errors, error), errors)
     if judged:
-        exceeds |= beyond_lower_bound(table, (a, b), judged, starts, lower_bound, moved, known)
+        exceeds |= beyond_lower_bound(table, (a, b), judged, starts, lower_bound, moved, upstream)
     for value in table.values:
         unequal = ~_equal_rows(a, b, (value,))
         differs |= unequal

@@ -11,8 +11,8 @@ import duckdb
 import numpy as np
 
 from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable, link_of
+from gradtrace_analyzer.diff.pairing.whereabouts import whereabouts_sql
 from gradtrace_analyzer.numerics.arrays import Array
-from gradtrace_analyzer.words.places import whereabouts_sql
 
 # What steps are counted in, whose rows are too many to be kept: per rank, step and table a few numbers.
 _TALLY = (

@@ -1,4 +1,4 @@
-"""What a comparison cannot say: why there is nothing to compare, and what lies before an origin and was not seen."""
+"""What a comparison cannot say: why there is nothing to compare."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def chosen(
     modules: Sequence[str] = (),
     links: Collection[str] = (),
 ) -> Selection:
-    """What the options ask for. Raises BadChoice."""
+    """What the options ask for. Raises BadSelection."""
     if any(not pattern for pattern in modules):
         raise BadSelection(
             "--module is empty; give a module's dotted name or a glob, such as 'blocks.1*'"

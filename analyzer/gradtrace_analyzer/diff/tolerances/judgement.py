@@ -231,13 +231,13 @@ class Judgement:
             "SELECT rank, step, unit, min(place) FROM "
             f"({' UNION ALL '.join(parts)}) WHERE unit > 0 GROUP BY ALL ORDER BY rank, step, min(place)"
         ).fetchall()
-        lower_bound = PRECISIONS[self._declared] if self._declared else 0.0
+        declared = PRECISIONS[self._declared] if self._declared else 0.0
         rows: list[tuple[object, ...]] = []
         last: tuple[int, int] | None = None
         unit = 0.0
         for rank, step, new, place in firsts:
             if (rank, step) != last:
-                last, unit = (rank, step), max(lower_bound, FINEST)
+                last, unit = (rank, step), max(declared, FINEST)
             elif new <= unit:
                 continue
             else:

@@ -7,7 +7,7 @@ from typing import Any
 import duckdb
 import pytest
 
-from gradtrace_analyzer.words.places import whereabouts, whereabouts_sql
+from gradtrace_analyzer.diff.pairing.whereabouts import whereabouts, whereabouts_sql
 
 
 @pytest.mark.parametrize(
