@@ -167,7 +167,7 @@ def raises_in_a_parameter(step: int, net: Net) -> None:
         net.first.weight.register_hook(no_luck)
 
 
-def answer_of(command: str, *arguments: object) -> tuple[str, dict[str, Any]]:
+def answer_of(command: str, *arguments: object) -> tuple[str, Any]:
     """The command and its answer, whatever it says."""
     words = [command, *map(str, arguments), "--format", "json"]
     done = CliRunner().invoke(analyzer, words)
@@ -187,7 +187,13 @@ def case(directory: Path, variant: str) -> Path:
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, dict[str, Any]]]:
     """(command, answer) of recordings that between them show every key."""
     place = tmp_path_factory.mktemp("answers")
-    return [*diffs(place / "diff"), *of_one_run(place / "one"), *timings(place / "timing")]
+    return [
+        *diffs(place / "diff"),
+        *of_one_run(place / "one"),
+        *timings(place / "timing"),
+        *(("laws", law) for law in answer_of("laws")[1]),
+        answer_of("laws", "gradients_equal"),
+    ]
 
 
 def diffs(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:

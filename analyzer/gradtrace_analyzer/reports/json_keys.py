@@ -1,9 +1,8 @@
 """Every key of the answers that `--format json` gives: its type and meaning, declared once.
 
 Data alone: the reports that make the answers do not read it. The reference page is made from it (`scripts/reference`),
-and `tests/analyzer/test_json_keys.py` holds answers and declarations against each other, both ways. A key is declared
-by one text, its type and its meaning; `?` behind the type says that it is null where it does not apply, brackets that
-it is a list. What holds keys itself is declared by its type and its meaning apart.
+and `tests/analyzer/test_json_keys.py` holds answers and declarations against each other, both ways. How a declaration
+is written stands in `json_types`.
 """
 
 # fmt: off
@@ -11,75 +10,19 @@ it is a list. What holds keys itself is declared by its type and its meaning apa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from gradtrace_analyzer.reports.json_types import (
+    ANYTHING,
+    INTEGER,
+    TEXT,
+    Keys,
+    ListOf,
+    MapOf,
+    OrNull,
+    keys_of,
+    sides,
+)
 
-TEXT, INTEGER, NUMBER, BOOLEAN, ANYTHING = "text", "integer", "number", "boolean", "anything"
-
-
-@dataclass(frozen=True)
-class ListOf:
-    """A list, all of whose items are of one type."""
-
-    of: Type
-
-
-@dataclass(frozen=True)
-class MapOf:
-    """An object whose keys are data: `by` says what they are. A value may be null where nothing is known."""
-
-    by: str
-    of: Type
-
-
-@dataclass(frozen=True)
-class OrNull:
-    """A type whose value is null where it does not apply."""
-
-    of: Type
-
-
-@dataclass(frozen=True)
-class Object:
-    """An object with these keys. `name` is what the reference page calls it, where several keys hold one."""
-
-    keys: tuple[Key, ...]
-    name: str = ""
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key. Where `when` is given, the key is there only then; else always, though it may be null."""
-
-    name: str
-    type: Type
-    meaning: str
-    when: str = ""
-
-
-Type = str | ListOf | MapOf | OrNull | Object
-_Keys = Mapping[str, str | tuple[Type, str] | tuple[Type, str, str]]
-
-
-def _object(declared: _Keys, name: str = "") -> Object:
-    return Object(tuple(_key(key, said) for key, said in declared.items()), name)
-
-
-def _key(name: str, said: str | tuple[Type, str] | tuple[Type, str, str]) -> Key:
-    if not isinstance(said, str):
-        return Key(name, *said)
-    word, _, meaning = said.partition(": ")
-    scalar = word.strip("[]?")
-    assert scalar in (TEXT, INTEGER, NUMBER, BOOLEAN, ANYTHING), word
-    held: Type = ListOf(scalar) if word.startswith("[") else scalar
-    return Key(name, OrNull(held) if word.endswith("?") else held, meaning)
-
-
-def _sides(of: Type) -> MapOf:
-    return MapOf("side", of)
-
-
-_PLACE: _Keys = {
+_PLACE: Keys = {
     "root": "integer?: Number of the root module, by first call.",
     "module_fqn": "text?: Module, empty for the root itself.",
     "node_name": "text?: Autograd Node.",
@@ -89,14 +32,14 @@ _PLACE: _Keys = {
     "microbatch": "integer?: Microbatch of the step.",
 }
 
-_REACHED = _object({
+_REACHED = keys_of({
     "rank": "integer: Rank that inherits.",
     "step": "integer: Step of its first row that does.",
     "link": "text: Link of that row.",
     **_PLACE,
 })
 
-_RESCALED = _object({
+_RESCALED = keys_of({
     "parameter_fqn": "text: Parameter whose gradient was changed outside backward.",
     "after_backward_index": "integer: Pass after which it was as it should be.",
     "backward_index": "integer: Pass that found it changed.",
@@ -106,7 +49,7 @@ _RESCALED = _object({
     "others": "integer: Further parameters of which the pass shows it.",
 })
 
-_REPLAY = _object({
+_REPLAY = keys_of({
     "side": "text: `baseline` or `candidate`.",
     "equal": "boolean?: Whether the very run that the origin names gave the same bits; null: it was not repeated.",
     "error": "number?: Relative error between its two runs.",
@@ -114,7 +57,7 @@ _REPLAY = _object({
     "apart_count": "integer: How often that gave other bits.",
 })
 
-ORIGIN = _object({
+ORIGIN = keys_of({
     "step": "integer: Step, from 0.",
     "rank": "integer: The first of `ranks`.",
     "ranks": "[integer]: Ranks on which this is the same place.",
@@ -134,7 +77,7 @@ ORIGIN = _object({
     "shares_input": "boolean: Whether another origin's module was called with the same tensor.",
     "repeat_count": "integer: How often the same place shows it again, in other passes.",
     "reached": (ListOf(_REACHED), "Where each other rank first inherits from it."),
-    "inherits": (MapOf("link", _object({
+    "inherits": (MapOf("link", keys_of({
         "alone": "integer: Rows that can have it from this origin alone.",
         "shared": "integer: Rows that can have it from another origin too.",
     })), "Rows of the step that can have inherited from it."),
@@ -145,7 +88,7 @@ ORIGIN = _object({
     "candidate": (OrNull(MapOf("column", ANYTHING)), "The candidate's numbers."),
 }, name="origin")
 
-_FAILURE = _object({
+_FAILURE = keys_of({
     "side": "text: `baseline` or `candidate`: the side that raised.",
     "step": "integer: Step.",
     "rank": "integer: Rank.",
@@ -163,7 +106,7 @@ _FAILURE = _object({
     "unused": "[text]: Of these, the modules that the step did not call.",
 })
 
-_STRUCTURE = _object({
+_STRUCTURE = keys_of({
     "kind": "text: `module`, `parameter`, `node`, `call`, `pass`, `input`, `gradient`, `bucket`, `group` or `rank`.",
     "name": "text: Its name.",
     "only_in": "text: `baseline` or `candidate`.",
@@ -179,7 +122,7 @@ _STRUCTURE = _object({
     "is_compiled": "boolean: Whether it is there because code was compiled.",
 })
 
-_PASSAGE = _object({
+_CHAIN_ROW = keys_of({
     "rank": "integer: Rank.",
     "link": "text: Link of the chain.",
     "key": (MapOf("column", ANYTHING), "The row's key."),
@@ -192,7 +135,7 @@ _PASSAGE = _object({
     "only_in": "text?: `baseline` or `candidate`, where one side alone has it.",
 })
 
-_DIVISION = _object({
+_DIVISION = keys_of({
     "ranks": "integer: Ranks that train the same parameters.",
     "passes": "integer: Accumulating backward passes in a rank's step.",
     "parameter_numel": "integer: Elements of the parameters that a rank holds.",
@@ -200,7 +143,7 @@ _DIVISION = _object({
     "input_count": "integer: Tensors of a step's inputs.",
 })
 
-_CHANGE_KEYS: _Keys = {
+_CHANGE_KEYS: Keys = {
     "what": (
         "text: `step`, `between` (from a step's end to the next one's beginning), `forward`, `backward`, "
         "`optimizer`, `stage`, `transfer`, `receive`, `module` (without the modules that it calls), "
@@ -224,18 +167,18 @@ _CHANGE_KEYS: _Keys = {
     "verdict": "text: `slower`, `faster`, `same` or `no_verdict`.",
 }
 
-_CHANGE = _object(_CHANGE_KEYS, name="change of a time")
+_CHANGE = keys_of(_CHANGE_KEYS, name="change of a time")
 
-_CAUSE = _object({
+_CAUSE = keys_of({
     **_CHANGE_KEYS,
     "inside": (OrNull(_CHANGE), "Node or module inside that explains at least half of it."),
 }, name="cause")
 
-_TIMES = _object({
+_TIMES = keys_of({
     "verdict": "text: `slower`, `faster`, `same` or `no_verdict`; the command's exit status is not about it.",
     "explanation": "text: The answer in words.",
-    "steps": (_sides(ListOf(INTEGER)), "Steps that were used."),
-    "left_out": (_sides(INTEGER), "The first step, which is left out; null where it is not."),
+    "steps": (sides(ListOf(INTEGER)), "Steps that were used."),
+    "left_out": (sides(INTEGER), "The first step, which is left out; null where it is not."),
     "slower": (ListOf(_CAUSE), "What got slower, no one of them inside another."),
     "faster": (ListOf(_CAUSE), "What got faster."),
     "common_ratio": "number?: Nearly every place changed by about this factor.",
@@ -243,9 +186,9 @@ _TIMES = _object({
     "rows": (ListOf(_CHANGE), "All places, the largest difference in a step first."),
 })
 
-DIFF = _object({
+DIFF = keys_of({
     "verdict": "text: `identical`, `within_tolerance`, `different` or `incomparable`.",
-    "configuration": (ListOf(_object({
+    "configuration": (ListOf(keys_of({
         "name": "text: What is configured otherwise.",
         "baseline": "anything?: The baseline's value.",
         "candidate": "anything?: The candidate's value.",
@@ -254,7 +197,7 @@ DIFF = _object({
     "first_divergence": (OrNull(ORIGIN), "The first of `origins`, where the verdict is `different`."),
     "origins": (ListOf(ORIGIN), "Where the runs part: all that is read agrees, what comes out does not."),
     "inherited": (ListOf(ORIGIN), "First places of other links and ranks, which follow from an origin."),
-    "spread": (ListOf(_object({
+    "spread": (ListOf(keys_of({
         "link": "text: Link of the chain.",
         "rank": "integer: Rank.",
         "stage_index": (INTEGER, "Stage.", "where stages were compared"),
@@ -270,7 +213,7 @@ DIFF = _object({
     "likely_renames": "[text]: Renames that names and shapes suggest, and that were not applied.",
     "failures": (ListOf(_FAILURE), "Backward passes that ended with an exception on one side alone."),
     "first_nonfinite": (OrNull(ORIGIN), "Where the first value came from that is finite on one side alone."),
-    "repeated": (ListOf(_object({
+    "repeated": (ListOf(keys_of({
         "side": "text: Side that ran the Node again.",
         "step": "integer: Step.",
         "rank": "integer: Rank.",
@@ -284,30 +227,30 @@ DIFF = _object({
         "equal_count": "integer: Other Nodes of the pass that received the same again.",
     })), "Nodes that ran again with a multiple of what arrived before."),
     "equal": (MapOf("`ranks`, `links` or `modules`", ListOf(TEXT)), "What stayed equal in the origin's step."),
-    "chain": (OrNull(ListOf(_PASSAGE)), "With `-v`: the rows around the first origin."),
-    "cover": (_object({
+    "chain": (OrNull(ListOf(_CHAIN_ROW)), "With `-v`: the rows around the first origin."),
+    "cover": (keys_of({
         "ranks": "[integer]: Ranks that were compared; of pipelines, the candidate's.",
         "stages": "[integer]?: Stages, where they were compared instead of ranks.",
         "steps": "[integer]: Steps that were compared.",
         "steps_by_rank": (MapOf("rank", ListOf(INTEGER)), "The same by rank."),
         "rows": (MapOf("table", INTEGER), "Rows that were compared."),
-        "missing_ranks": (_sides(ListOf(INTEGER)), "Ranks that a side lacks."),
-        "missing_steps": (_sides(MapOf("rank", ListOf(INTEGER))), "Steps that a side lacks."),
-        "problems": (_sides(ListOf(TEXT)), "What the recorder gave up."),
-        "incomplete_ranks": (_sides(ListOf(INTEGER)), "Ranks whose recording was not closed."),
-        "dropped": (_sides(MapOf("table", INTEGER)), "Rows that had no room."),
-        "unsummarised": (_sides(MapOf("reason", INTEGER)), "Tensors without a summary."),
-        "unread": (_sides(ListOf(_object({
+        "missing_ranks": (sides(ListOf(INTEGER)), "Ranks that a side lacks."),
+        "missing_steps": (sides(MapOf("rank", ListOf(INTEGER))), "Steps that a side lacks."),
+        "problems": (sides(ListOf(TEXT)), "What the recorder gave up."),
+        "incomplete_ranks": (sides(ListOf(INTEGER)), "Ranks whose recording was not closed."),
+        "dropped": (sides(MapOf("table", INTEGER)), "Rows that had no room."),
+        "unsummarised": (sides(MapOf("reason", INTEGER)), "Tensors without a summary."),
+        "unread": (sides(ListOf(keys_of({
             "table": "text: Its table.",
             "rank": "integer: Its rank.",
         }))), "Parts that are damaged."),
         "asked_for": "text?: What `--at`, `--rank`, `--module` and `--link` left to look at.",
-        "flights": (_sides(ListOf(INTEGER)), "Steps that a flight recording holds."),
-        "filters": (_sides(MapOf("setting", ANYTHING)), "Settings that left something out."),
+        "flights": (sides(ListOf(INTEGER)), "Steps that a flight recording holds."),
+        "filters": (sides(MapOf("setting", ANYTHING)), "Settings that left something out."),
     }), "What was compared, and what was not."),
     "factor": "number?: The first origin's factor.",
     "factor_causes": "[text]: Counts that would make that factor.",
-    "tolerance": (_object({
+    "tolerance": (keys_of({
         "unit": "number?: Unit roundoff of the coarsest arithmetic.",
         "arithmetic": "text?: That arithmetic, in words.",
         "summands": "integer?: Length of the longest sum.",
@@ -315,19 +258,19 @@ DIFF = _object({
         "measured_from": "[text]?: Repeats of the baseline that were measured (`--noise`).",
         "noise": "number?: Median relative error of the repeats.",
     }), "Where the tolerances come from."),
-    "set_aside": (ListOf(_object({
+    "set_aside": (ListOf(keys_of({
         "kind": "text: What it is.",
         "name": "text: Its name.",
         "only_in": "text: `baseline` or `candidate`.",
         "count": "integer: How many rows.",
         "first_step": "integer: First step that has it.",
     })), "What was left out because it changes nothing."),
-    "loss_scales": (ListOf(_object({
+    "loss_scales": (ListOf(keys_of({
         "factor": "number: What the candidate's loss and gradients are multiplied by until they are unscaled.",
         "first_step": "integer: First step with that scale.",
         "step_count": "integer: Steps with it.",
     })), "Loss scales that were divided out."),
-    "divided": (OrNull(_object({
+    "divided": (OrNull(keys_of({
         "baseline": (_DIVISION, "How the baseline divides its work."),
         "candidate": (_DIVISION, "How the candidate does."),
         "compared": (MapOf("link", INTEGER), "Sums that were compared."),
@@ -339,9 +282,9 @@ DIFF = _object({
     "timing": (_TIMES, "What got slower or faster.", "with `--timing`"),
 })
 
-CHECK = _object({
+CHECK = keys_of({
     "verdict": "text: `clean`, `violated` or `incomparable`.",
-    "violations": (ListOf(_object({
+    "violations": (ListOf(keys_of({
         "law": "text: Name of the law.",
         "severity": "text: `error` or `warning`.",
         "step": "integer: Step of its first place.",
@@ -366,7 +309,7 @@ CHECK = _object({
         "ranks": "[integer]: Ranks that it is about.",
         "inherits": "text?: Law that broke before it in the step, and explains it.",
     })), "Broken laws, each at its first place, in causal order."),
-    "compression": (ListOf(_object({
+    "compression": (ListOf(keys_of({
         "hook_name": "text: Hook that compresses.",
         "group": "text: Process group.",
         "bucket_count": "integer: Buckets that were measured.",
@@ -376,10 +319,10 @@ CHECK = _object({
     })), "What compressing hooks lose."),
     "judged": (MapOf("law", INTEGER), "How much each law compared."),
     "not_judged": (MapOf("law", TEXT), "Why the others could not be judged."),
-    "cover": (_object({
+    "cover": (keys_of({
         "ranks": "[integer]: Ranks that were judged.",
         "steps": (MapOf("rank", ListOf(INTEGER)), "Their steps."),
-        "groups": (ListOf(_object({
+        "groups": (ListOf(keys_of({
             "group": "text?: Process group.",
             "ranks": "[integer]: Its ranks.",
             "recorded": "[integer]: Those that were recorded.",
@@ -401,7 +344,7 @@ CHECK = _object({
     "explanation": "text: The answer in words.",
 })
 
-_THREAD_KEYS: _Keys = {
+_THREAD_KEYS: Keys = {
     "thread": "integer: Thread, as the process numbers it.",
     "doing": (
         "text: `node`, `module`, `backward` (in no Node), `optimizer`, or outside of all these "
@@ -423,12 +366,12 @@ _THREAD_KEYS: _Keys = {
     "module_inside": "text?: Module whose forward the Node runs again.",
 }
 
-FAILURES = _object({
+FAILURES = keys_of({
     "run": "text: Name of the run.",
     "attempt": "integer: Which start of the job.",
     "verdict": "text: `well`, `found` or `unknown`.",
     "explanation": "text: The answer in one sentence.",
-    "ranks": (ListOf(_object({
+    "ranks": (ListOf(keys_of({
         "rank": "integer: Rank.",
         "state": (
             "text: `ended`, `raised`, `died`, `silent` (of another machine, no heartbeat), `stuck`, "
@@ -440,13 +383,13 @@ FAILURES = _object({
         "pid": "integer?: Process.",
         "last_seen_unix_ns": "integer?: Last sign of life.",
         "idle_seconds": "number?: For how long nothing has happened, of a rank that lives.",
-        "doing": (OrNull(_object({
+        "doing": (OrNull(keys_of({
             **_THREAD_KEYS,
             "since_unix_ns": "integer: Since when, by the wall clock.",
             "for_seconds": "number?: For how long, of a rank that lives.",
         })), "What it does, or did last."),
-        "threads": (ListOf(_object(_THREAD_KEYS)), "The same of all threads."),
-        "waits": (OrNull(_object({
+        "threads": (ListOf(keys_of(_THREAD_KEYS)), "The same of all threads."),
+        "waits": (OrNull(keys_of({
             "rank": "integer: The rank itself.",
             "step": "integer: Step.",
             "microbatch": "integer: Microbatch.",
@@ -463,7 +406,7 @@ FAILURES = _object({
             ),
             "for_ranks": "[integer]: All ranks that it waits for.",
         })), "The bucket that it launched and that was not reduced."),
-        "stage": (OrNull(_object({
+        "stage": (OrNull(keys_of({
             "rank": "integer: The rank itself.",
             "step": "integer: Step.",
             "microbatch": "integer: Microbatch.",
@@ -481,7 +424,7 @@ FAILURES = _object({
         "exception_count": "integer: How many exceptions did.",
         "went_on": "boolean: Whether it ran backward passes after that.",
         "uncaught": "[text]?: Class and text of the exception that ended the process.",
-        "dropped": (MapOf("table", _object({
+        "dropped": (MapOf("table", keys_of({
             "rows": "integer: Rows that had no room in the journal.",
             "first_step": "integer?: Their first step.",
             "last_step": "integer?: Their last step.",
@@ -489,8 +432,8 @@ FAILURES = _object({
     })), "Each rank."),
 })
 
-INFO = _object({
-    "runs": (ListOf(_object({
+INFO = keys_of({
+    "runs": (ListOf(keys_of({
         "run": "text: Name of the run.",
         "path": "text: Its directory.",
         "attempt": "integer: Which start of the job was read.",
@@ -500,23 +443,23 @@ INFO = _object({
         "versions": (MapOf("program", ListOf(TEXT)), "Versions, all that some rank gave."),
         "settings": (MapOf("setting", ListOf(TEXT)), "Settings, all that some rank gave."),
         "world_size": "integer?: Ranks of the job.",
-        "ranks": (_object({
+        "ranks": (keys_of({
             "present": "[integer]: Ranks that recorded something.",
             "missing": "[integer]: Ranks that recorded nothing.",
             "incomplete": "[integer]: Ranks whose recording was not closed.",
         }), "Which ranks there are."),
-        "flight": (OrNull(_object({
+        "flight": (OrNull(keys_of({
             "steps": "integer: Steps that are kept.",
             "held": "text?: Steps that are there.",
             "triggers": "[text]: What was written out, and why.",
             "went_early": "integer: Steps that the journal had no room for.",
         })), "Of a flight recording."),
-        "steps": (_object({
+        "steps": (keys_of({
             "first": "integer?: First step.",
             "last": "integer?: Last step.",
             "count": "integer: How many.",
         }), "Which steps there are."),
-        "tables": (ListOf(_object({
+        "tables": (ListOf(keys_of({
             "table": "text: Table.",
             "rows": "integer: Its rows.",
             "parts": "integer: Its Parquet parts.",
@@ -534,13 +477,13 @@ INFO = _object({
     })), "Each run, in the order given."),
 })
 
-_RUN_KEYS: _Keys = {
+_RUN_KEYS: Keys = {
     "run": "text: Name of the run.",
     "attempt": "integer: Which start of the job.",
     "steps": "text?: What `--step` asked for.",
 }
 
-_BUCKET_KEYS: _Keys = {
+_BUCKET_KEYS: Keys = {
     "group": "text?: Process group.",
     "root": "integer?: Root module.",
     "module_fqn": "text?: Module that is wrapped.",
@@ -551,11 +494,11 @@ _BUCKET_KEYS: _Keys = {
     "size_bytes": "integer: Size of the buffer.",
 }
 
-_BUCKET = _object(_BUCKET_KEYS, name="bucket")
-TIMING = _object({
+_BUCKET = keys_of(_BUCKET_KEYS, name="bucket")
+TIMING = keys_of({
     **_RUN_KEYS,
-    "summary": (_object({
-        "ranks": (ListOf(_object({
+    "summary": (keys_of({
+        "ranks": (ListOf(keys_of({
             "rank": "integer: Rank.",
             "step_count": "integer: Closed steps.",
             "median_step_ns": "integer: A step, median.",
@@ -571,9 +514,9 @@ TIMING = _object({
         "headlines": "[text]: What `--buckets` would say first.",
         "stage_headlines": "[text]: What `--stages` would say first.",
     }), "Where the time of a step goes.", "without `--buckets` and `--stages`"),
-    "buckets": (_object({
+    "buckets": (keys_of({
         "median_step_ns": "integer?: A step, median.",
-        "groups": (ListOf(_object({
+        "groups": (ListOf(keys_of({
             "group": "text?: Process group.",
             "ranks": "[integer]: Its ranks.",
             "missing_ranks": "[integer]: Those that were not recorded.",
@@ -585,7 +528,7 @@ TIMING = _object({
             "leaving_ns": "integer: How far apart ranks leave a reduction, median.",
             "straggler": "integer?: Rank that the others wait for.",
             "also_late": "[integer]?: Others that are late as steadily.",
-            "onset": (OrNull(_object({
+            "onset": (OrNull(keys_of({
                 "place": "text: `begin`, `bucket` or `gradual`.",
                 "bucket": (_BUCKET, "First bucket at which it is late."),
                 "previous": (OrNull(_BUCKET), "The one before it."),
@@ -593,7 +536,7 @@ TIMING = _object({
                 "lag_ns": "integer: Largest lag of a pass.",
                 "pass_count": "integer: Late passes.",
                 "modules": "[text]: Modules of the bucket's parameters.",
-                "node": (OrNull(_object({
+                "node": (OrNull(keys_of({
                     "node_name": "text: Node.",
                     "module_fqn": "text?: Its module.",
                     "step": "integer: Step that was looked at.",
@@ -603,7 +546,7 @@ TIMING = _object({
                 })), "Node that took so much longer there."),
             })), "Where in a backward pass the straggler falls behind."),
             "reason": "text?: Why no rank is named: `small`, `split`, `most`, `few` or `none`.",
-            "lags": (ListOf(_object({
+            "lags": (ListOf(keys_of({
                 "rank": "integer: Rank.",
                 "last_count": "integer: Reductions it launches last.",
                 "late_count": "integer: Of these, beyond the floor.",
@@ -617,13 +560,13 @@ TIMING = _object({
             })), "How each rank launches."),
             "explanation": "text: The answer in words.",
         })), "Each group that reduces."),
-        "buckets": (ListOf(_object({
+        "buckets": (ListOf(keys_of({
             **_BUCKET_KEYS,
             "reduction_count": "integer: Reductions.",
             "transport_ns": "integer?: From the last launch to the end, median.",
             "ready_to_launch_ns": "integer?: From its first gradient to its launch, median.",
             "hidden_share": "number?: Share of its time that backward hides.",
-            "ranks": (ListOf(_object({
+            "ranks": (ListOf(keys_of({
                 "rank": "integer: Rank.",
                 "launch_count": "integer: How often it launched.",
                 "ready_to_launch_ns": "integer?: From its first gradient to its launch, median.",
@@ -633,7 +576,7 @@ TIMING = _object({
                 "exposed_ns": "integer?: What is not hidden.",
             })), "Each rank (medians)."),
         })), "Each bucket."),
-        "other_buckets": (ListOf(_object({
+        "other_buckets": (ListOf(keys_of({
             "kind": "text: Kind of reduction.",
             **_BUCKET_KEYS,
             "rank_count": "integer: Ranks that launched it.",
@@ -641,7 +584,7 @@ TIMING = _object({
             "own_ns": "integer?: From launch to end, median.",
             "ready_to_launch_ns": "integer?: From its first gradient to its launch, median.",
         })), "Buckets that no answer above is about."),
-        "totals": (ListOf(_object({
+        "totals": (ListOf(keys_of({
             "rank": "integer: Rank.",
             "step_count": "integer: Steps in which it reduced.",
             "exposed_ns": "integer: Time that backward does not hide, median of a step.",
@@ -651,7 +594,7 @@ TIMING = _object({
             "exposed_share": "number?: Share of those steps.",
             "waiting_share": "number?: Share of those steps.",
         })), "What reductions cost each rank."),
-        "clocks": (ListOf(_object({
+        "clocks": (ListOf(keys_of({
             "host": "text: Host.",
             "reference": "text: Host whose clock it was laid over.",
             "offset_ns": "integer: What its times are ahead.",
@@ -661,12 +604,12 @@ TIMING = _object({
         "notes": "[text]: What is missing.",
         "explanation": "text: The answer in words.",
     }), "The reductions of gradient buckets.", "with `--buckets`"),
-    "stages": (_object({
+    "stages": (keys_of({
         "steps": "[integer]: Steps that were used.",
         "warm_up_step": "integer?: The first step, where it was left out.",
         "pipelines": "integer: Pipelines side by side.",
         "window_ns": "integer: From a step's first action to its last, mean.",
-        "slowest": (_object({
+        "slowest": (keys_of({
             "stage_index": "integer?: Stage with most load.",
             "load_ns": "integer: What it takes for a microbatch.",
             "other_ns": "integer: What the others take.",
@@ -676,14 +619,14 @@ TIMING = _object({
             "is_slow": "boolean: Whether it is named.",
             "ranks": "[integer]?: Ranks that hold it.",
             "kind": "text?: The one part that makes it slow.",
-            "parts": (ListOf(_object({
+            "parts": (ListOf(keys_of({
                 "kind": "text: Action.",
                 "own_ns": "integer: What it takes.",
                 "other_ns": "integer?: Median of the other stages.",
                 "count": "number: Such actions in a microbatch.",
                 "excess_ns": "integer: What it takes more, in a microbatch.",
             })), "The parts that make it slow."),
-            "place": (OrNull(_object({
+            "place": (OrNull(keys_of({
                 "what": "text: `node` or `module`.",
                 "module_fqn": "text?: Module.",
                 "name": "text: Node, or class of the module.",
@@ -693,7 +636,7 @@ TIMING = _object({
                 "other_stage": "integer?: Where.",
             })), "Where most of that time is."),
         }), "Whether one stage is slow."),
-        "slow_link": (OrNull(_object({
+        "slow_link": (OrNull(keys_of({
             "what": "text: `activations` or `gradients`.",
             "from_stage": "integer: Stage that sends.",
             "to_stage": "integer: Stage that receives.",
@@ -701,7 +644,7 @@ TIMING = _object({
             "transfer_ns": "integer: From the sender's having it to the end, median.",
             "other_ns": "integer: The same of other links.",
         })), "What reaches a stage late though its sender had made it."),
-        "kinds": (ListOf(_object({
+        "kinds": (ListOf(keys_of({
             "stage_index": "integer?: Stage.",
             "kind": "text: Action or wait.",
             "ranks": "[integer]: Ranks that hold the stage.",
@@ -710,7 +653,7 @@ TIMING = _object({
             "p95_ns": "integer: Of 95 in 100, the longest.",
             "total_ns": "integer: All together.",
         })), "Actions by stage and kind."),
-        "idle": (ListOf(_object({
+        "idle": (ListOf(keys_of({
             "rank": "integer: Rank.",
             "stages": "[integer]: Stages that it holds.",
             "step_count": "integer: Steps.",
@@ -718,7 +661,7 @@ TIMING = _object({
             "busy_ns": "integer: Of it, in actions.",
             "bubble_ns": "integer: Of it, in none.",
             "bubble_share": "number: The same as a share.",
-            "waits": (ListOf(_object({
+            "waits": (ListOf(keys_of({
                 "kind": "text: What it waits for.",
                 "stage_index": "integer?: Its stage.",
                 "other_stage": "integer?: Stage that it waits for.",
@@ -728,7 +671,7 @@ TIMING = _object({
             "early_ns": "integer: Bubble after the last thing that it did in the window.",
             "other_ns": "integer: Bubble in no wait that was recorded.",
         })), "Each rank's bubble."),
-        "hand_overs": (ListOf(_object({
+        "hand_overs": (ListOf(keys_of({
             "what": "text: `activations` or `gradients`.",
             "from_stage": "integer: Stage that sends.",
             "to_stage": "integer: Stage that receives.",
@@ -738,14 +681,14 @@ TIMING = _object({
             "transfer_ns": "integer: Of it, after.",
             "p95_transfer_ns": "integer: Of 95 in 100 transfers, the longest.",
         })), "What stages on different ranks receive from each other."),
-        "chart": (OrNull(_object({
+        "chart": (OrNull(keys_of({
             "step": "integer: Step that is drawn.",
             "line": "integer: Which of the pipelines.",
             "length_ns": "integer: From its first action to its last.",
-            "lanes": (ListOf(_object({
+            "lanes": (ListOf(keys_of({
                 "rank": "integer: Rank.",
                 "stage_index": "integer?: Stage; null: waits outside any.",
-                "bars": (ListOf(_object({
+                "bars": (ListOf(keys_of({
                     "kind": "text: Action or wait.",
                     "microbatch": "integer: Microbatch.",
                     "start_ns": "integer: Since the chart's beginning.",
@@ -753,7 +696,7 @@ TIMING = _object({
                 })), "Its actions and waits."),
             })), "Its lines."),
         })), "One step, to be drawn."),
-        "clocks": (ListOf(_object({
+        "clocks": (ListOf(keys_of({
             "host": "text: Host.",
             "reference": "text: Host whose clock it was laid over.",
             "offset_ns": "integer: What its times are ahead.",
@@ -767,4 +710,15 @@ TIMING = _object({
 })
 
 # By command, in the order of the reference page.
-ANSWERS = {"diff": DIFF, "check": CHECK, "failures": FAILURES, "timing": TIMING, "info": INFO}
+# One law. `analyzer laws` gives a list of them; asked for one, the object alone.
+LAW = keys_of({
+    "law": "text: Name of the law.",
+    "severity": "text: `error` or `warning`.",
+    "unit": "text: What it is judged by.",
+    "meaning": "text: What holds where it is kept.",
+    "after": "[text]: Laws it stands after in the chain of a step.",
+    "explained_by": "[text]: Laws that, broken in the same step, explain it.",
+})
+
+# By command.
+ANSWERS = {"diff": DIFF, "check": CHECK, "failures": FAILURES, "timing": TIMING, "info": INFO, "laws": LAW}

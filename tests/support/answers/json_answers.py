@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gradtrace_analyzer.reports.json_keys import (
+from gradtrace_analyzer.reports.json_types import (
     ANYTHING,
     BOOLEAN,
     INTEGER,
