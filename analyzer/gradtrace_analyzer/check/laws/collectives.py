@@ -51,7 +51,7 @@ SELECT team, arg_min(pair, (step, pair)), count(*) FROM (
     WHERE NOT list_contains($losing, rank) AND collective_seq IS NOT NULL
     GROUP BY team, pair HAVING count(DISTINCT is_idle) > 1 AND NOT bool_or(is_shadow)
         AND NOT bool_or(list_contains($chaining, coalesce(hook_name, ''))))
-GROUP BY 1
+GROUP BY 1 ORDER BY 1
 """
 
 
@@ -99,7 +99,8 @@ def _mismatches(evidence: Evidence) -> Iterator[Violation]:
         f"(SELECT team, pair, min(step) AS step, CASE {chosen} END AS aspect FROM reductions "
         "WHERE NOT is_shadow GROUP BY team, pair) WHERE aspect IS NOT NULL "
         # A rank that joined made fewer steps than the others: its later ones have other numbers.
-        "AND NOT (aspect = 'step' AND team IN (SELECT team FROM reductions WHERE is_shadow)) GROUP BY 1, 2"
+        "AND NOT (aspect = 'step' AND team IN (SELECT team FROM reductions WHERE is_shadow)) "
+        "GROUP BY 1, 2 ORDER BY 1, 2"
     )
     for _, aspect, pair, count in found:
         rows = evidence.rows(

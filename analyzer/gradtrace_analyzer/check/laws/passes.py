@@ -215,7 +215,7 @@ def _uneven(evidence: Evidence, column: str) -> Iterator[Violation]:
     what, tail = _COUNTED[column]
     found = evidence.rows(
         "SELECT team, min(step), arg_min(counts, step), count(*) "
-        f"FROM ({_COUNTS.format(column=column)}) WHERE fewest < most GROUP BY 1"
+        f"FROM ({_COUNTS.format(column=column)}) WHERE fewest < most GROUP BY 1 ORDER BY 1"
     )
     for team, step, counts, steps in found:
         by_count: dict[int, list[int]] = {}
@@ -339,7 +339,8 @@ def buckets_launched(evidence: Evidence) -> Findings:
         "SELECT replica, step, backward_index, min(microbatch), list(DISTINCT rank ORDER BY rank), "
         "any_value(unlaunched), count(*) OVER (PARTITION BY replica) FROM unlaunched "
         "WHERE len(unlaunched) > 0 GROUP BY 1, 2, 3 "
-        "QUALIFY row_number() OVER (PARTITION BY replica ORDER BY step, backward_index) = 1"
+        "QUALIFY row_number() OVER (PARTITION BY replica ORDER BY step, backward_index) = 1 "
+        "ORDER BY replica"
     )
     violations = [_left_out(evidence, *row) for row in found]
     violations += _never_done(evidence)
