@@ -72,7 +72,7 @@ class Drain:
             None  # what a failed drain has yet to write
         )
         self._prepared_to = 0
-        self._thread = threading.Thread(target=self._run, name="gradtrace-drain", daemon=True)
+        self._thread = threading.Thread(target=self._quiet, name="gradtrace-drain", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -85,6 +85,11 @@ class Drain:
         self._journal.half_is_full.set()
         self._thread.join(timeout)
         return not self._thread.is_alive() and not self._failed
+
+    def _quiet(self) -> None:
+        # Of numbers that are too large numpy would warn on the job's stderr, or raise, as the job wants it of its own.
+        with np.errstate(all="ignore"):
+            self._run()
 
     def _run(self) -> None:
         while not self._ending.is_set() and self._journal.map_ahead():

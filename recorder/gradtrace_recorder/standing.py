@@ -27,10 +27,12 @@ from torch.utils.hooks import RemovableHandle
 
 from gradtrace_recorder.call_sites import called_from, passed_over
 from gradtrace_recorder.dynamo import may_not_compile_again, never_compiled
+from gradtrace_recorder.imports import AfterImport
 from gradtrace_recorder.seen import SeenFunctions
 
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
+_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Begun(Protocol):
@@ -167,6 +169,19 @@ def _engine_called(run: Any, *args: Any, **kwargs: Any) -> Any:
     raise failure
 
 
+def job_has_any_global_hook() -> bool:
+    """What torch asks in order to warn of global hooks on a compiled module: ours end at once there.
+
+    Source: torch/_dynamo/eval_frame.py, `OptimizedModule.__call__` (2.13).
+    """
+    return bool(
+        torch_modules._global_backward_pre_hooks
+        or torch_modules._global_backward_hooks
+        or any(h is not module_called for h in torch_modules._global_forward_pre_hooks.values())
+        or any(h is not module_left for h in torch_modules._global_forward_hooks.values())
+    )
+
+
 class Standing:
     """Puts all this in its place, and takes it away."""
 
@@ -175,6 +190,7 @@ class Standing:
         self._seen = SeenFunctions()
         self._engine: Any = None
         self._asks: Any = None
+        self._compiler = AfterImport("torch._dynamo.convert_frame", self._see_what_is_traced)
 
     def attach(self) -> bool:
         """Put it in place. False where the hooks are left out: functions were compiled without them, and the job
@@ -190,7 +206,8 @@ class Standing:
                 torch_optimizer.register_optimizer_step_post_hook(optimizer_stepped),
             ]
             self._asks = torch_modules._has_any_global_hook
-            torch_modules._has_any_global_hook = self._job_has_any_global_hook
+            torch_modules._has_any_global_hook = job_has_any_global_hook
+            self._compiler.arm()
         if self._engine is None:
             self._stand_before_the_engine()
         return has_hooks
@@ -198,6 +215,7 @@ class Standing:
     def detach(self) -> None:
         """Take it away; but where the job forbids to compile again, hooks stay that tell nobody."""
         TOLD.forget()
+        self._compiler.disarm()
         if self._engine is not None:
             Variable._execution_engine, self._engine = self._engine, None
         self._seen.let_go()
@@ -209,17 +227,30 @@ class Standing:
             self._handles = []
             torch_modules._has_any_global_hook = self._asks
 
-    def _job_has_any_global_hook(self) -> bool:
-        """What torch asks in order to warn of global hooks on a compiled module: ours end at once there.
+    def _see_what_is_traced(self) -> None:
+        """Of a module without hooks `torch.export` traces `forward` alone, and can do no more: so where ours are the
+        only ones, too.
 
-        Source: torch/_dynamo/eval_frame.py, `OptimizedModule.__call__` (2.13).
+        Source: torch/_dynamo/convert_frame.py, `get_traced_fn` (2.13; older ones have none).
         """
-        return bool(
-            torch_modules._global_backward_pre_hooks
-            or torch_modules._global_backward_hooks
-            or any(h is not module_called for h in torch_modules._global_forward_pre_hooks.values())
-            or any(h is not module_left for h in torch_modules._global_forward_hooks.values())
-        )
+        traced: Any = getattr(sys.modules["torch._dynamo.convert_frame"], "get_traced_fn", None)
+        if not self._handles or traced is None or traced.__code__.co_freevars:
+            return
+
+        def around(original: Any) -> Any:
+            def get_traced_fn(called: Any) -> Any:
+                is_bare = (
+                    isinstance(called, torch.nn.Module)
+                    and type(called).__call__ is torch.nn.Module.__call__
+                    and type(called).forward is not torch.nn.Module.forward
+                    and not any(getattr(called, name) for name in _TABLES)
+                    and not job_has_any_global_hook()
+                )
+                return original(called.forward if is_bare else called)
+
+            return get_traced_fn
+
+        self._seen.see(traced, around)
 
     def _stand_before_the_engine(self) -> None:
         """Everything of torch's goes through one function, the rest finds an engine of ours."""
