@@ -25,6 +25,7 @@ from gradtrace_recorder.sources.modules import ModuleSource
 from gradtrace_recorder.sources.optimizer import OptimizerSource
 from gradtrace_recorder.sources.pipeline import PipelineSource
 from gradtrace_recorder.sources.telling import tell_at_first_backward
+from gradtrace_recorder.standing import TOLD
 from gradtrace_schemas.journal import IN_MODULE, IN_OPTIMIZER, NULL_STRING
 
 # At exit the job waits for us no longer than this; what is not drained by then stays in the journal.
@@ -270,6 +271,11 @@ class _Live:
             recording.journal.close(remove=False)
         for reason, count in recording.device_times.missed.items():
             recording.problems.add(f"{count} times on the device are missing: {reason}")
+        if TOLD.short:
+            recording.problems.add(
+                f"{TOLD.short} calls are missing: Python had too few frames left for the recorder where they were made "
+                "(sys.setrecursionlimit)"
+            )
         # The journal goes last: a rank that is killed in between has said that it is complete.
         self._write_rank_file(complete=whole)
         if whole:

@@ -19,6 +19,7 @@ from gradtrace_recorder.call_sites import passed_over
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.imports import AfterImport
 from gradtrace_recorder.seen import SeenFunctions
+from gradtrace_recorder.standing import TOLD
 
 _PACKAGE = "torch.distributed.pipelining"
 WAIT = "_wait_batch_p2p"
@@ -97,7 +98,11 @@ class Stages:
                 arguments = signature.bind(*args, **kwargs).arguments
             except TypeError:
                 return original(*args, **kwargs)  # which says so
-            opened = observer.begins(name, arguments)
+            opened = None
+            try:
+                opened = observer.begins(name, arguments)
+            except RecursionError:
+                TOLD.short += 1
             del arguments
             try:
                 result = original(*args, **kwargs)

@@ -39,6 +39,7 @@ class Tripwire:
 
     def set(self) -> None:
         """Wait for the first event."""
+        TOLD.short = 0
         TOLD.module_called = self._module_called
         TOLD.optimizer_steps = self._optimizer_steps
         TOLD.pass_begins = self._pass_begins

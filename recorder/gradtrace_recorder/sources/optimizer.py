@@ -62,7 +62,10 @@ class OptimizerSource:
         def step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             seen = source._steps_seen
             result = original(scaler, *args, **kwargs)
-            source._scaler_stepped(skipped=source._steps_seen == seen)
+            try:
+                source._scaler_stepped(skipped=source._steps_seen == seen)
+            except RecursionError:
+                TOLD.short += 1
             return result
 
         never_compiled(step, calls_the_job=True)
