@@ -42,6 +42,7 @@ class Recording:
     half_done: HalfDone = field(default_factory=HalfDone)
     device_times: DeviceTimes = field(default_factory=lambda: DeviceTimes("off", Nowhere()))
     native: Native | None = None
+    parked: Callable[[], None] | None = None  # goes on with what was stopped while a profiler began
     _noted: dict[tuple[int, int, str], int] = field(default_factory=dict)
 
     def noted(self, name: str) -> int:

@@ -170,12 +170,15 @@ class _Live:
     def __init__(
         self, settings: Settings, who: Any, problems: Problems, autocast: dict[str, str]
     ) -> None:
+        from torch.autograd import profiler as torch_profiler
+
         from gradtrace_recorder import environment, identity
         from gradtrace_recorder.claim import NotOurs, claim_place, living_rival
         from gradtrace_recorder.drain import Drain
         from gradtrace_recorder.flight import Flight
         from gradtrace_recorder.observers.native.choice import chosen_native, journal_of
         from gradtrace_recorder.rows import Rows
+        from gradtrace_recorder.seen import SeenFunctions
         from gradtrace_recorder.summaries.device.devices import Devices
         from gradtrace_recorder.summaries.device.join import Joiner
         from gradtrace_recorder.summaries.device.times import DeviceTimes
@@ -260,9 +263,38 @@ class _Live:
             ),
         )
         self._drain.start()
+        self._seen = SeenFunctions()
+        seen: tuple[tuple[Any, Any], ...] = (
+            (torch_profiler._run_on_profiler_start, self._profiler_begins),
+            (torch_profiler._run_on_profiler_stop, self._profiler_ended),
+        )
+        for function, ours in seen:
+            self._seen.see(function, ours)
+
+    def _profiler_begins(self, original: Any) -> Any:
+        """Torch's function that runs just before a profiler begins, wherever that does."""
+
+        def begins() -> None:
+            original()
+            self._drain.park()
+            self.recording.parked = self._go_on
+
+        return begins
+
+    def _profiler_ended(self, original: Any) -> Any:
+        def ended() -> None:
+            original()
+            self._go_on()
+
+        return ended
+
+    def _go_on(self) -> None:
+        self.recording.parked = None
+        self._drain.start()
 
     def close(self, recording: Recording, timeout: float) -> None:
         """Write the last step, drain the journal, say whether that is complete, and let go of the journal."""
+        self._seen.let_go()
         recording.timeline.finish()
         self._about["uncaught"] = _uncaught()
         self._about["left_in"] = _left_in(recording)

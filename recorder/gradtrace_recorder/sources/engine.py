@@ -100,6 +100,8 @@ class EngineSource:
     ) -> _OpenPass:
         timeline = recording.timeline
         entered = timeline.now()
+        if recording.parked is not None:
+            recording.parked()
         accumulates = bool(_argument("accumulate_grad", 6, args, kwargs, False))
         top_level = not inside_backward()
         if top_level:
