@@ -79,6 +79,7 @@ def nothing_left_behind() -> Iterator[None]:
     assert [t.name for t in threading.enumerate() if t.name.startswith("gradtrace")] == []
     import sys
 
+    assert not getattr(sys.modules.get("gradtrace_recorder.drain"), "DRAINING", None)
     if "torch" not in sys.modules:
         return
     import torch
@@ -93,6 +94,12 @@ def nothing_left_behind() -> Iterator[None]:
     if backward is not None:
         assert backward.stage_backward.__code__.co_filename == backward.__file__
     assert type(torch.autograd.Variable._execution_engine).__name__ == "_EngineBase"
+    for function in (
+        torch.autograd.graph._engine_run_backward,
+        torch.autograd.profiler._run_on_profiler_start,
+        module._has_any_global_hook,
+    ):
+        assert function.__code__.co_filename.startswith(torch.__path__[0])
     assert torch.amp.GradScaler.step.__module__ == "torch.amp.grad_scaler"
     assert not hasattr(torch.amp.GradScaler.step, "__wrapped__")
     from torch.nn.parallel import DistributedDataParallel

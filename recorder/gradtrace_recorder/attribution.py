@@ -226,7 +226,7 @@ class Attribution:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            number = node._sequence_nr()
+            number = type(node)._sequence_nr(node)
             if first <= number < last:
                 if tagged == _MOST_TAGGED:
                     break

@@ -6,7 +6,9 @@ devices leave to the records, for which it asks the device's driver where there 
 
 from __future__ import annotations
 
+import _thread
 import collections
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +34,12 @@ from gradtrace_schemas.journal_reader import heads, of_table
 
 # How often the thread says that the process lives, and tries again what failed.
 _BEAT_SECONDS = 1.0
+
+# How long a profiler waits at most for the thread to go: it may be writing.
+_PARK_SECONDS = 0.5
+
+# Threads that drain a journal, by ident.
+DRAINING: set[int] = set()
 
 # How long what is written waits for what a device has yet to leave: while the job runs, and when it ends. A device may
 # be a long step behind its host: while hooks have room, what they write meanwhile costs nothing.
@@ -72,22 +80,54 @@ class Drain:
             None  # what a failed drain has yet to write
         )
         self._prepared_to = 0
-        self._thread = threading.Thread(target=self._run, name="gradtrace-drain", daemon=True)
+        self._parks = False
+        self._over = threading.Event()
+        self._over.set()
+        self._ident = 0
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread; it is there once only.
+
+        Not as one of `threading`'s: those the job may count, and may have traced and profiled from their first line.
+        """
+        if self._over.is_set():
+            self._parks = False
+            self._over.clear()
+            self._ident = _thread.start_new_thread(self._quiet, ())
+
+    def park(self) -> None:
+        """End the thread for now. It goes on with `start`, or when there is to be no more.
+
+        torch.profiler looks at the threads that there are when it begins, and shows the stacks of each.
+        """
+        self._parks = True
+        self._journal.half_is_full.set()
+        until = time.monotonic() + _PARK_SECONDS
+        # It is gone when Python has forgotten its frames: a moment after it has said so.
+        while self._ident in sys._current_frames() and time.monotonic() < until:
+            time.sleep(0.0002)
 
     def finish(self, timeout: float) -> bool:
         """Drain all that is left; whether that was done within `timeout` seconds."""
         self._end_by = time.monotonic() + _END_SECONDS
         self._ending.set()
+        self.start()  # it may be parked
         self._journal.half_is_full.set()
-        self._thread.join(timeout)
-        return not self._thread.is_alive() and not self._failed
+        return self._over.wait(timeout) and not self._failed
+
+    def _quiet(self) -> None:
+        own = threading.get_ident()
+        DRAINING.add(own)
+        try:
+            # Of numbers that are too large numpy would warn on the job's stderr, or raise, as the job wants of its own.
+            with np.errstate(all="ignore"):
+                self._run()
+        finally:
+            DRAINING.discard(own)
+            self._over.set()
 
     def _run(self) -> None:
-        while not self._ending.is_set() and self._journal.map_ahead():
+        while not (self._ending.is_set() or self._parks) and self._journal.map_ahead():
             pass  # each page that the job's threads came to first would cost them 2 us
         while True:
             # After a failure (a disk that is full for a while) the journal fills up, and says so no more.
@@ -95,6 +135,8 @@ class Drain:
             self._journal.beat(time.time_ns())
             if not is_asked and not self._failed and self._flight is None and self._joiner is None:
                 continue
+            if self._parks and not self._ending.is_set():
+                return  # what made it wake, if not this, will be found when it goes on
             self._journal.half_is_full.clear()
             ending = self._ending.is_set()
             self._has_just_lost_the_directory()

@@ -46,6 +46,7 @@ class Recording:
     native: Native | None = None
     counter: Counter = field(default_factory=Counter)
     updates: Updates = field(init=False)
+    parked: Callable[[], None] | None = None  # goes on with what was stopped while a profiler began
     _noted: dict[tuple[int, int, str], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

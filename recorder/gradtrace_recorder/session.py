@@ -25,6 +25,7 @@ from gradtrace_recorder.sources.modules import ModuleSource
 from gradtrace_recorder.sources.optimizer import OptimizerSource
 from gradtrace_recorder.sources.pipeline import PipelineSource
 from gradtrace_recorder.sources.telling import tell_at_first_backward
+from gradtrace_recorder.standing import TOLD
 from gradtrace_schemas.journal import IN_MODULE, IN_OPTIMIZER, NULL_STRING
 
 # At exit the job waits for us no longer than this; what is not drained by then stays in the journal.
@@ -42,9 +43,11 @@ class Session:
         fsdp = FsdpSource(self.gate, Guard("FSDP source", self.problems), ddp)
         self.modules = ModuleSource(self.gate, Guard("module source", self.problems), ddp, fsdp)
         self.optimizers = OptimizerSource(self.gate, Guard("optimizer source", self.problems))
-        engine = EngineSource(self.gate, Guard("backward source", self.problems), ddp, self.modules)
+        self.engine = EngineSource(
+            self.gate, Guard("backward source", self.problems), ddp, self.modules
+        )
         self.pipeline = PipelineSource(self.gate, Guard("pipeline source", self.problems))
-        self._sources = (ddp, fsdp, self.modules, engine, self.optimizers, self.pipeline)
+        self._sources = (ddp, fsdp, self.modules, self.engine, self.optimizers, self.pipeline)
         self._live: _Live | None = None
         self._interrupts = 0
         self._pid = os.getpid()
@@ -167,12 +170,15 @@ class _Live:
     def __init__(
         self, settings: Settings, who: Any, problems: Problems, autocast: dict[str, str]
     ) -> None:
+        from torch.autograd import profiler as torch_profiler
+
         from gradtrace_recorder import environment, identity
         from gradtrace_recorder.claim import NotOurs, claim_place, living_rival
         from gradtrace_recorder.drain import Drain
         from gradtrace_recorder.flight import Flight
         from gradtrace_recorder.observers.native.choice import chosen_native, journal_of
         from gradtrace_recorder.rows import Rows
+        from gradtrace_recorder.seen import SeenFunctions
         from gradtrace_recorder.summaries.device.devices import Devices
         from gradtrace_recorder.summaries.device.join import Joiner
         from gradtrace_recorder.summaries.device.times import DeviceTimes
@@ -258,11 +264,40 @@ class _Live:
             ),
         )
         self._drain.start()
+        self._seen = SeenFunctions()
+        seen: tuple[tuple[Any, Any], ...] = (
+            (torch_profiler._run_on_profiler_start, self._profiler_begins),
+            (torch_profiler._run_on_profiler_stop, self._profiler_ended),
+        )
+        for function, ours in seen:
+            self._seen.see(function, ours)
+
+    def _profiler_begins(self, original: Any) -> Any:
+        """Torch's function that runs just before a profiler begins, wherever that does."""
+
+        def begins() -> None:
+            original()
+            self._drain.park()
+            self.recording.parked = self._go_on
+
+        return begins
+
+    def _profiler_ended(self, original: Any) -> Any:
+        def ended() -> None:
+            original()
+            self._go_on()
+
+        return ended
+
+    def _go_on(self) -> None:
+        self.recording.parked = None
+        self._drain.start()
 
     def close(self, recording: Recording, timeout: float) -> None:
         """Write the last step, drain the journal, say whether that is complete, and let go of the journal."""
         if recording.timeline.is_by_parameters:
             recording.updates.look()
+        self._seen.let_go()
         recording.timeline.finish()
         self._about["uncaught"] = _uncaught()
         self._about["left_in"] = _left_in(recording)
@@ -271,6 +306,11 @@ class _Live:
             recording.journal.close(remove=False)
         for reason, count in recording.device_times.missed.items():
             recording.problems.add(f"{count} times on the device are missing: {reason}")
+        if TOLD.short:
+            recording.problems.add(
+                f"{TOLD.short} calls are missing: Python had too few frames left for the recorder where they were made "
+                "(sys.setrecursionlimit)"
+            )
         # The journal goes last: a rank that is killed in between has said that it is complete.
         self._write_rank_file(complete=whole)
         if whole:

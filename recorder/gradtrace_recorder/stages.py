@@ -15,9 +15,11 @@ from typing import Any, Protocol
 
 import torch
 
+from gradtrace_recorder.call_sites import passed_over
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.imports import AfterImport
 from gradtrace_recorder.seen import SeenFunctions
+from gradtrace_recorder.standing import TOLD
 
 _PACKAGE = "torch.distributed.pipelining"
 WAIT = "_wait_batch_p2p"
@@ -96,7 +98,11 @@ class Stages:
                 arguments = signature.bind(*args, **kwargs).arguments
             except TypeError:
                 return original(*args, **kwargs)  # which says so
-            opened = observer.begins(name, arguments)
+            opened = None
+            try:
+                opened = observer.begins(name, arguments)
+            except RecursionError:
+                TOLD.short += 1
             del arguments
             try:
                 result = original(*args, **kwargs)
@@ -116,6 +122,7 @@ class Stages:
                 return None
             return around(*args, **kwargs)
 
+        passed_over(around), passed_over(one_by_one)
         never_compiled(around, one_by_one, calls_the_job=True)
         return one_by_one if name == WAIT else around
 

@@ -36,6 +36,7 @@ from gradtrace_schemas.table import (
 
 ROW_GROUP_ROWS = 120_000
 ZSTD_LEVEL = 1
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 Records = npt.NDArray[Any]
 
@@ -106,11 +107,13 @@ def _summary_arrays(
     nothing = state == STATE_NONE
     not_full = state != STATE_FULL
     no_norms = not_full & (state != STATE_NORMS)
-    lanes = records["sketch"].astype(np.float32)
-    if group.lanes != SKETCH_LANES:
-        lanes = lanes.reshape(len(records), SKETCH_LANES // group.lanes, group.lanes).sum(
-            axis=1, dtype=np.float32
-        )
+    with np.errstate(over="ignore"):  # of gradients near the largest number
+        lanes = records["sketch"].astype(np.float32)
+        if group.lanes != SKETCH_LANES:
+            lanes = lanes.reshape(len(records), SKETCH_LANES // group.lanes, group.lanes).sum(
+                axis=1, dtype=np.float32
+            )
+    lanes = np.clip(lanes, -_LARGEST_FLOAT32, _LARGEST_FLOAT32)
     p = group.prefix
     made = {
         p + "numel": pa.array(records["numel"], mask=nothing),

@@ -64,7 +64,7 @@ class PythonObserver:
         watch = PassWatch(recording, self._guard, call)
         roots = [node_of(output) for output in outputs]
         if roots and roots[0] is not None:
-            watch.root_node_name = roots[0].name().rpartition("::")[2]
+            watch.root_node_name = node_name(roots[0])
         if recording.settings.records("params"):
             watch.attach([root for root in roots if root is not None])
         return watch
@@ -165,7 +165,7 @@ class PassWatch:
             frame, known = owner(number, node)
             if not known:
                 self.unattributed_count += 1
-            name = string(node.name().rpartition("::")[2])
+            name = string(node_name(node))
             key = (id(frame), name)
             occurrence = occurrences.get(key, 0)
             occurrences[key] = occurrence + 1
@@ -240,15 +240,16 @@ class PassWatch:
         """How to run the Node again, None where it is not to be."""
         assert self._replay is not None
         fqn = None if frame is NO_MODULE else frame.fqn
-        name = node.name().rpartition("::")[2]
+        name = node_name(node)
         if not self._replay.chooses(fqn, name):
             return None
         by_request = self._replay.chooses_by_request(fqn, name)
         return self.recording.replays.prepared(node, by_request=by_request, is_leaf=is_leaf)
 
     def _hook(self, node: Any, hooks: NodeHooks) -> None:
-        self._handles.append(node.register_prehook(hooks.before))
-        handle = node.register_hook(hooks.after)
+        kind = type(node)
+        self._handles.append(kind.register_prehook(node, hooks.before))
+        handle = kind.register_hook(node, hooks.after)
         self._handles.append(handle)
         if hooks.replay is not None:
             # Hooks run in the order in which they were registered; another pair of ours changes nothing.
@@ -274,7 +275,7 @@ def _reachable(
     leaves: list[tuple[Any, int]] = []
     while waiting:
         node, used_by = waiting.pop()
-        number = node._sequence_nr()
+        number = type(node)._sequence_nr(node)
         if number in beyond and node not in roots:
             continue
         if number == NO_SEQUENCE_NUMBER and hasattr(node, "variable"):
@@ -297,10 +298,17 @@ def node_of(output: Any) -> Any:
     return output.grad_fn
 
 
+def node_name(node: Any) -> str:
+    """Such as `MmBackward0`. Asked of the Node's class, as all of a Node's methods are: one of a Function defined in
+    Python is its `ctx` too, on which the job may have put what it likes."""
+    name: str = type(node).name(node)
+    return name.rpartition("::")[2]
+
+
 def nodes_numbered(number: int, name: str, roots: Sequence[Any]) -> list[Any]:
     """The Nodes of that sequence number and name that can be reached from the roots."""
     nodes, _ = _reachable(roots)
-    return [n for at, n in nodes if at == number and n.name().rpartition("::")[2] == name]
+    return [n for at, n in nodes if at == number and node_name(n) == name]
 
 
 def _first(entry: tuple[int, Any]) -> int:

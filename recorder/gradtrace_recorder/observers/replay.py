@@ -72,7 +72,7 @@ class Replays:
         elif not by_request and is_copy:
             # The Node that it holds cannot be looked at: a Function of the job's, or one with saved-tensor hooks.
             never = "changes a view in place (ask for it with python:)"
-        elif node.name().rpartition("::")[2].startswith(_USES_UP):
+        elif type(node).name(node).rpartition("::")[2].startswith(_USES_UP):
             never = "uses up what it saved"
         return NodeReplay(self, own, never, may_draw=is_function or is_copy)
 

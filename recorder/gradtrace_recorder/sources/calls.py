@@ -18,6 +18,7 @@ from gradtrace_recorder.attribution import Frame
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.journal import NOWHERE
 from gradtrace_recorder.naming import ModuleName, unwrapped
+from gradtrace_recorder.standing import TOLD
 from gradtrace_recorder.summaries.values import Packed
 
 if TYPE_CHECKING:
@@ -88,8 +89,11 @@ class OwnHooksDone:
 
     def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
         # Torch calls a hook that was removed meanwhile without kwargs.
-        kwargs = rest[0] if len(rest) == 2 else {}
-        self._source.own_hooks_done(module, self._call, args, kwargs, rest[-1])
+        try:
+            kwargs = rest[0] if len(rest) == 2 else {}
+            self._source.own_hooks_done(module, self._call, args, kwargs, rest[-1])
+        except RecursionError:
+            TOLD.short += 1
 
     def __reduce__(self) -> Any:
         # What takes any arguments and does nothing, made of what every Python has: a file that the job saves in a

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
-from torch.utils.hooks import RemovableHandle
 
+from gradtrace_recorder.call_sites import passed_over
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.sources.closures import closure_of, with_closure_seen
 from gradtrace_recorder.sources.optimizer_rows import OptimizerRows
 from gradtrace_recorder.sources.state import inside_backward
+from gradtrace_recorder.standing import TOLD
 from gradtrace_recorder.summaries.summariser import unasked
 from gradtrace_schemas.journal import AFTER_OPTIMIZER, IN_OPTIMIZER, NULL_INT32
 
 _get_sequence_nr = torch._C._autograd._get_sequence_nr
-_is_compiling = torch.compiler.is_compiling
 
 _NewArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -59,23 +59,23 @@ class OptimizerSource:
         self._guard = guard
         self._local = _ThreadState()
         self._rows = OptimizerRows()
-        self._handles: list[RemovableHandle] = []
         self._steps_seen = 0
         self._scaler_step: Any = None
 
     def attach(self) -> None:
-        """Register the hooks and wrap `GradScaler.step`."""
-        self._handles = [
-            torch_optimizer.register_optimizer_step_pre_hook(self.before),
-            torch_optimizer.register_optimizer_step_post_hook(self._after),
-        ]
+        """Be told of steps, and wrap `GradScaler.step`."""
+        TOLD.optimizer_steps, TOLD.optimizer_stepped = self.before, self._after
         source, original = self, torch.amp.GradScaler.step
 
         @functools.wraps(original)
+        @passed_over
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             seen = source._steps_seen
             result = original(scaler, optimizer, *args, **kwargs)
-            source._scaler_stepped(scaler, optimizer, left_out=source._steps_seen == seen)
+            try:
+                source._scaler_stepped(scaler, optimizer, left_out=source._steps_seen == seen)
+            except RecursionError:
+                TOLD.short += 1
             return result
 
         never_compiled(step, calls_the_job=True)
@@ -83,10 +83,7 @@ class OptimizerSource:
         torch.amp.GradScaler.step = step  # type: ignore[assignment, method-assign]
 
     def detach(self) -> None:
-        """Remove the hooks; unwrap `GradScaler.step` unless somebody wrapped ours."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Be told no more; unwrap `GradScaler.step` unless somebody wrapped ours."""
         if self._scaler_step is not None:
             original, ours = self._scaler_step
             if torch.amp.GradScaler.step is ours:
@@ -96,7 +93,7 @@ class OptimizerSource:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> _NewArguments | None:
         """An optimizer is about to step: with a closure that is seen, if it was given one."""
-        if _is_compiling() or not self._guard.is_open:
+        if not self._guard.is_open:
             return None
         try:
             self._steps_seen += 1
@@ -140,13 +137,13 @@ class OptimizerSource:
         return with_closure_seen(args, kwargs, self._closure_begins, self._closure_ends)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _is_compiling() or not self._guard.is_open:
+        if not self._guard.is_open:
             return
         try:
             recording = self._gate.recording
             local = self._local
             stack = local.stack
-            if recording is None or not stack:
+            if recording is None or not stack or stack[-1].optimizer() is not optimizer:
                 return
             timeline = recording.timeline
             opened = stack.pop()
