@@ -10,60 +10,51 @@ from dataclasses import dataclass
 
 import torch
 
+from gradtrace_recorder.launchers import Launcher, current_launcher
 from gradtrace_schemas import SCHEMA_VERSION
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Which rank this process is."""
+    """Which rank this process is. `world_size` is None where nothing has said it yet; `has_group`: the group did."""
 
     rank: int
-    world_size: int
+    world_size: int | None
     local_rank: int | None
     host: str
     pid: int
+    launcher: Launcher
+    has_group: bool
 
 
 def current_identity() -> Identity:
-    """From the initialised process group, else from the environment, else rank 0 of 1."""
-    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    """From the initialised process group, else from what the launcher says, else rank 0 of 1."""
+    said = group_place()
+    launcher = current_launcher(said)
     return Identity(
-        rank=rank or 0,
-        world_size=world_size or 1,
-        local_rank=_number("LOCAL_RANK"),
+        rank=launcher.rank,
+        world_size=launcher.world_size,
+        local_rank=launcher.local_rank,
         host=socket.gethostname(),
         pid=os.getpid(),
+        launcher=launcher,
+        has_group=said is not None,
     )
+
+
+def group_place() -> tuple[int, int] | None:
+    """(rank, world size) in the process group; None while there is none, or this process is not in it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    return (rank, world_size) if 0 <= rank < world_size else None
 
 
 def is_data_worker() -> bool:
     """Whether this process is a DataLoader worker: it may hold a RANK, and is none."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None
-
-
-def start_token(identity: Identity) -> str:
-    """A text that the ranks of one start of a job share, and no other start has.
-
-    torchrun gives its id and restart count. Its static rendezvous calls every job `none`, and other
-    launchers give none: there the launcher's process (or, for a single process, the process itself)
-    tells starts on one host apart.
-    """
-    environment = os.environ
-    run_id = environment.get("TORCHELASTIC_RUN_ID", "")
-    parts = [run_id, environment.get("TORCHELASTIC_RESTART_COUNT", "0")]
-    if run_id in ("", "none"):
-        parts += [environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")]
-        if identity.world_size == 1:
-            parts.append(_process_token(os.getpid()))
-        elif environment.get("LOCAL_WORLD_SIZE", str(identity.world_size)) == str(
-            identity.world_size
-        ):
-            parts.append(_process_token(os.getppid()))
-    return "/".join(parts)
 
 
 def versions() -> dict[str, str]:
@@ -75,16 +66,3 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "system": platform.platform(),
     }
-
-
-def _number(name: str) -> int | None:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else None
-
-
-def _process_token(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return f"{pid}@{stat.read().rsplit(')', 1)[1].split()[19]}"
-    except (OSError, IndexError):
-        return str(pid)

@@ -7,6 +7,7 @@ the run's directory, allocates the journal and starts the drain thread.
 from __future__ import annotations
 
 import atexit
+import multiprocessing.process
 import os
 import sys
 import threading
@@ -51,12 +52,21 @@ class Session:
         self._live: _Live | None = None
         self._interrupts = 0
         self._pid = os.getpid()
+        self._finalizer: Any = None
+        self._raised: BaseException | None = None
 
     def arm(self) -> None:
         """Put the hooks in place. Nothing is written before one of them is called."""
         for source in self._sources:
             source.attach()
         atexit.register(self.stop)
+        if multiprocessing.process.parent_process() is not None:
+            # Children of multiprocessing end by os._exit where they were forked: it calls its own finalizers alone.
+            # The last of them all: what the job leaves to others may still train.
+            # Source: multiprocessing/process.py, `BaseProcess._bootstrap` (3.10 to 3.14).
+            from multiprocessing.util import Finalize
+
+            self._finalizer = Finalize(None, self._child_ends, exitpriority=-1000)
         _armed.add(self)
 
     def stop(self, timeout: float = EXIT_SECONDS) -> None:
@@ -66,13 +76,15 @@ class Session:
         for source in self._sources:
             source.detach()
         atexit.unregister(self.stop)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
         _armed.discard(self)
         live, self._live = self._live, None
         recording = self.gate.recording
         self.gate.shut()
         if live is not None and recording is not None and os.getpid() == self._pid:
             try:
-                live.close(recording, timeout)
+                live.close(recording, timeout, self._raised)
             except Exception as error:
                 self.problems.add(
                     f"could not close the recording: {type(error).__name__}: {error}; "
@@ -80,6 +92,14 @@ class Session:
                 )
                 if self.problems.strict:
                     raise
+
+    def _child_ends(self) -> None:
+        """The end of a child of multiprocessing, healthy or by an exception: that is on its way just then."""
+        self._raised = sys.exc_info()[1]
+        try:
+            self.stop()
+        finally:
+            self._raised = None
 
     def _open(self) -> Recording | None:
         from gradtrace_recorder import environment, identity
@@ -196,7 +216,8 @@ class _Live:
                 f"rank {who.rank} is recorded by process {rival.pid} already, which started this one; "
                 "give it a GRADTRACE_DIR of its own to record it"
             )
-        self.claim = claim_place(run, who, identity.start_token(who), about)
+        self.claim = claim_place(run, who, about)
+        self._has_group, self._rank = who.has_group, who.rank
         if rival is not None:
             problems.add(
                 f"process {rival.pid} is recording rank {who.rank} into {run} too, as attempt {rival.attempt}; "
@@ -236,6 +257,7 @@ class _Live:
             "rank": who.rank,
             "world_size": who.world_size,
             "local_rank": who.local_rank,
+            "launcher": {"kind": who.launcher.kind, "found_by": self.claim.found_by},
             "host": who.host,
             "pid": who.pid,
             "device": None,
@@ -293,13 +315,18 @@ class _Live:
         self.recording.parked = None
         self._drain.start()
 
-    def close(self, recording: Recording, timeout: float) -> None:
-        """Write the last step, drain the journal, say whether that is complete, and let go of the journal."""
+    def close(
+        self, recording: Recording, timeout: float, raised: BaseException | None = None
+    ) -> None:
+        """Write the last step, drain the journal, say whether that is complete, and let go of the journal.
+
+        `raised` is the exception that ends the process, where Python has not said it.
+        """
         if recording.timeline.is_by_parameters:
             recording.updates.look()
         self._seen.let_go()
         recording.timeline.finish()
-        self._about["uncaught"] = _uncaught()
+        self._about["uncaught"] = _uncaught(raised)
         self._about["left_in"] = _left_in(recording)
         whole = self._drain.finish(timeout)
         if not whole:
@@ -318,12 +345,29 @@ class _Live:
         self._devices.stop()
 
     def _write_step(self) -> None:
+        if not self._has_group:
+            self._look_for_group()
         timeline = self.recording.timeline
         if timeline.is_recorded:
             self.recording.rows.step(timeline.totals)
             if self.recording.flight is not None:
                 skipped = timeline.totals.skipped is True
                 self.recording.flight.step_ended(timeline.step, skipped=skipped)
+
+    def _look_for_group(self) -> None:
+        """Of a rank whose first event came before its process group: what the group says, once there is one."""
+        from gradtrace_recorder.identity import group_place
+
+        place = group_place()
+        if place is None:
+            return
+        self._has_group = True
+        rank, self._about["world_size"] = place
+        if rank != self._rank:
+            self.recording.problems.add(
+                f"this process is recorded as rank {self._rank}, which its launcher said at its first event; "
+                f"its process group, which came later, says {rank}: let the group be there before a model is called"
+            )
 
     def _write_rank_file(self, *, complete: bool) -> None:
         recording, flight = self.recording, self.recording.flight
@@ -356,9 +400,15 @@ class _Live:
         )
 
 
-def _uncaught() -> list[str] | None:
-    """Type and text of the exception that ends the process: Python has said it before `atexit` runs."""
-    error = getattr(sys, "last_value", None)
+def _uncaught(raised: BaseException | None) -> list[str] | None:
+    """Type and text of the exception that ends the process: Python has said it before `atexit` runs.
+
+    In a child of multiprocessing it is `raised`, or what torch made an exit of.
+    Source: torch/multiprocessing/spawn.py, `_wrap` (2.13).
+    """
+    if isinstance(raised, SystemExit):
+        raised = raised.__context__ if raised.code else None
+    error = raised or getattr(sys, "last_value", None)
     return None if error is None else [type(error).__name__, str(error)[:4000]]
 
 
