@@ -46,7 +46,7 @@ from gradtrace_analyzer.diff.scope.cover import (
     asked_differently,
     cover_of,
     lacking_words,
-    lost_rows,
+    lost_in,
     problems_of,
     torn_ends,
 )
@@ -121,7 +121,7 @@ def _compared(
 ) -> Answer:
     with progress("reading how many rows there are"):
         counts = {side: row_counts(connection, run) for side, run in runs.items()}
-    unread = {side: lost_rows(run, counts[side]) for side, run in runs.items()}
+    unread = {side: lost_in(connection, run) for side, run in runs.items()}
     torn = {side: torn_ends(connection, side, run) for side, run in runs.items()}
     stages: Stages | None = None
     lost = [place for places in unread.values() for place in places]
@@ -138,7 +138,7 @@ def _compared(
             for stage in stages.of_rank(side, rank)
         ]
         torn = {
-            side: {s: step for rank, step in ends.items() for s in stages.of_rank(side, rank)}
+            side: {s: of_rank for rank, of_rank in ends.items() for s in stages.of_rank(side, rank)}
             for side, ends in torn.items()
         }
     judgement.pair_repeats(

@@ -18,9 +18,9 @@ JoinedBy = Literal["framework", "offset", "job", "parameters"]
 class Span:
     """What is known of an attempt by itself.
 
-    `first` and `last` are the steps that it recorded, as it numbered them, None of one that recorded none. `numbered_by`
-    says why its first step has that number, None where it counted from 0 for want of anything better; `begins` is that
-    step, where it is said. `asked` is what it was asked to record, as text.
+    `first` and `last` are the steps that it recorded, as it numbered them, None of one that recorded none.
+    `numbered_by` says why its first step has that number, None where it counted from 0 for want of anything better;
+    `begins` is that step, where it is said. `asked` is what it was asked to record, as text.
     """
 
     attempt: int
@@ -36,7 +36,7 @@ class Span:
 class AttemptStory:
     """What became of an attempt, in the numbers of the history that it belongs to.
 
-    It recorded the steps `first` to `last`, numbered `step_shift` higher than it did itself, and ended as `ending` says.
+    It recorded the steps `first` to `last`, numbered `step_shift` higher than by itself, and ended as `ending` says.
     It continues the attempts before it as `joined_by` says, or not, and `why_not`. `repeated` are its steps that others
     had recorded before, `gap` those between that nobody did, `read` those of which its rows are read; first and last.
     """
@@ -83,7 +83,9 @@ def link(
         return Link(why_not="nothing tells with which step it goes on")
     if min(equal_before) <= first:
         also = " (other steps did, too)" if len(equal_before) > 1 else ""
-        return Link(why_not=f"it begins anew, with the parameters that step {first} began with{also}")
+        return Link(
+            why_not=f"it begins anew, with the parameters that step {first} began with{also}"
+        )
     if len(equal_before) > 1:
         several = " and ".join(map(str, sorted(equal_before)[:3]))
         return Link(

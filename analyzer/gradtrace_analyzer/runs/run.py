@@ -84,6 +84,13 @@ class Run:
         return self.stretches[-1].run
 
     @property
+    def torn_ranks(self) -> frozenset[int]:
+        """Ranks of which an unfinished step is read: they, or an attempt before, did not close the recording."""
+        return frozenset(
+            r for of in self.stretches if of.reads_last for r in of.run.incomplete_ranks
+        )
+
+    @property
     def first_of_attempts(self) -> dict[int, int]:
         """Where attempts took over from those before them: the attempt by the first step that is read of it."""
         return {
@@ -95,10 +102,16 @@ class Run:
     def shifted(self, count: int) -> Run:
         """The same run with all its steps numbered so much higher, where they are read."""
         history = (
-            Stretch(of.run.shifted(count), None if of.end is None else of.end + count)
+            replace(of, run=of.run.shifted(count), end=None if of.end is None else of.end + count)
             for of in self.history
         )
-        return replace(self, step_shift=self.step_shift + count, history=tuple(history))
+        ranks = {
+            rank: RankInfo(rank, _renumbered(info.facts, count))
+            for rank, info in self.ranks.items()
+        }
+        return replace(
+            self, step_shift=self.step_shift + count, history=tuple(history), ranks=ranks
+        )
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -116,16 +129,33 @@ class Run:
         return tuple(r for r, info in self.ranks.items() if not info.is_complete)
 
 
+def _renumbered(facts: Mapping[str, Any], count: int) -> Mapping[str, Any]:
+    """What a rank says of itself with its steps numbered so much higher."""
+    found = dict(facts)
+    if isinstance(last := facts.get("last_step"), int):
+        found["last_step"] = last + count
+    left_in = facts.get("left_in")
+    if isinstance(left_in, dict) and isinstance(left_in.get("step"), int):
+        found["left_in"] = {**left_in, "step": left_in["step"] + count}
+    if isinstance(dropped := facts.get("dropped_steps"), dict):
+        found["dropped_steps"] = {
+            table: [step + count if isinstance(step, int) and step >= 0 else step for step in steps]
+            for table, steps in dropped.items()
+            if isinstance(steps, (list, tuple))
+        }
+    return found
+
+
 @dataclass(frozen=True)
 class Stretch:
-    """The rows that a history reads of one attempt: of steps below `end`, as its run numbers them; None is all."""
+    """The rows that a history reads of one attempt: of steps below `end`, as its run numbers them; None is all.
+
+    `reads_last` says whether the last step that the attempt reached is among them: it may not have been finished.
+    """
 
     run: Run
     end: int | None = None
-
-    def reads(self, step: int) -> bool:
-        """Whether rows of that step, as the attempt itself numbered it, are read."""
-        return self.end is None or step + self.run.step_shift < self.end
+    reads_last: bool = True
 
 
 def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
@@ -263,9 +293,7 @@ def _opened_attempts(run: Path) -> set[int]:
     return {number for number in numbers if number is not None}
 
 
-def _chosen_attempt(
-    place: Path, found: _Everything, asked: int | None
-) -> int:
+def _chosen_attempt(place: Path, found: _Everything, asked: int | None) -> int:
     if asked is None:
         return max(found.recorded or found.attempts, default=0)
     if asked not in found.attempts:
@@ -356,7 +384,7 @@ def _notices(
     if older:
         yield f"{run.path}: attempt {run.attempt} is read, not {spans(older)} before it (--attempt)"
     if newer:
-        why = "which is newer" if set(newer) & recorded else "which recorded nothing"
+        why = "which is newer" if set(newer) & set(recorded) else "which recorded nothing"
         yield f"{run.path}: attempt {run.attempt} is read, not {spans(newer)}, {why} (--attempt)"
     if run.missing_ranks:
         asked = {

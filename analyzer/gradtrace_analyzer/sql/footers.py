@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import duckdb
+import pyarrow as pa
 
 from gradtrace_analyzer.runs.run import Run, Stretch
 from gradtrace_analyzer.sql.views import path_list
@@ -85,7 +86,20 @@ def _counted(connection: duckdb.DuckDBPyConnection, of: Stretch) -> Counts:
             found[table, rank] = count
     for table, leftovers in of.run.leftovers.items():
         for rank, rows in leftovers.items():
-            steps = rows.column("step").to_numpy() if "step" in rows.column_names else None
-            count = len(rows) if steps is None else int((steps < own).sum())
-            found[table, rank] = found.get((table, rank), 0) + count
+            found[table, rank] = found.get((table, rank), 0) + _read_count(rows, of)
     return Counts(found)
+
+
+def journal_rows(run: Run, table: str) -> int:
+    """How many rows of a table are read from journals."""
+    return sum(
+        _read_count(rows, of)
+        for of in run.stretches
+        for rows in of.run.leftovers.get(table, {}).values()
+    )
+
+
+def _read_count(rows: pa.Table, of: Stretch) -> int:
+    if of.end is None or "step" not in rows.column_names:
+        return len(rows)
+    return int((rows.column("step").to_numpy() < of.end - of.run.step_shift).sum())

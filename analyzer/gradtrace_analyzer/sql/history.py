@@ -71,7 +71,9 @@ def _joined(runs: Sequence[Run]) -> Run:
             **_against_earlier(chain),
         )
     newest = runs[-1]
-    if not chain or chain[-1].run.attempt != newest.attempt:  # it recorded no step: what it is, nobody can tell
+    if (
+        not chain or chain[-1].run.attempt != newest.attempt
+    ):  # it recorded no step: what it is, nobody can tell
         chain = []
     history = _history(chain)
     for of in history:
@@ -81,6 +83,10 @@ def _joined(runs: Sequence[Run]) -> Run:
         told[of.run.attempt] = replace(
             story, read=(story.first, last) if last >= story.first else None
         )
+    if not history and newest.attempt in told:
+        alone = told[newest.attempt]
+        read = None if alone.first is None or alone.last is None else (alone.first, alone.last)
+        told[newest.attempt] = replace(alone, read=read)
     stories = tuple(told.values())
     if len(history) < 2:
         return replace(newest, stories=stories)
@@ -134,7 +140,8 @@ def _history(chain: Sequence[_Member]) -> tuple[Stretch, ...]:
     found: list[Stretch] = []
     end: int | None = None
     for of in reversed(chain):
-        found.insert(0, Stretch(of.run, end))
+        assert of.span.last is not None
+        found.insert(0, Stretch(of.run, end, end is None or of.span.last < end))
         end = of.begins if end is None else min(end, of.begins)
     return tuple(found)
 
@@ -240,7 +247,7 @@ def _lost_in(of: Stretch, info: RankInfo, name: str) -> dict[str, int]:
     return {
         table: count
         for table, count in (counts.items() if isinstance(counts, dict) else ())
-        if not (span := steps.get(table)) or span[0] is None or of.reads(span[0])
+        if of.end is None or not (span := steps.get(table)) or span[0] is None or span[0] < of.end
     }
 
 

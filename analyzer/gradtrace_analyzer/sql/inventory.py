@@ -12,7 +12,7 @@ import duckdb
 
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.runs.run import Run
-from gradtrace_analyzer.sql.footers import Counts, row_counts
+from gradtrace_analyzer.sql.footers import Counts, journal_rows, row_counts
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_analyzer.words.numbers import spans
 from gradtrace_schemas import ALL_TABLES
@@ -109,9 +109,7 @@ def _size(run: Run, counts: Counts, table: str) -> TableSize:
         rows=counts.of(table),
         part_count=len(parts),
         size_bytes=sum(part.size_bytes for part in parts),
-        journal_rows=sum(
-            len(rows) for of in runs for rows in of.leftovers.get(table, {}).values()
-        ),
+        journal_rows=journal_rows(run, table),
     )
 
 

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from gradtrace_analyzer.numerics.tolerance import roundoff_sql
 from gradtrace_analyzer.runs.parts import Part
-from gradtrace_analyzer.runs.run import Run, Stretch
+from gradtrace_analyzer.runs.run import RankInfo, Run, Stretch
 from gradtrace_schemas import ALL_TABLES, SCHEMA_VERSION
 from gradtrace_schemas.groups import RANKS
 from gradtrace_schemas.table import Column, Table
@@ -257,19 +257,19 @@ def clock_shifts(history: Run, attempt: Run) -> dict[int, int]:
     found = {}
     for rank, info in attempt.ranks.items():
         first = next((o.run for o in history.stretches if rank in o.run.ranks), attempt).ranks[rank]
-        walls, clocks = (
-            [facts.facts.get(name) for facts in (first, info)]
-            for name in ("wall_start_ns", "monotonic_start_ns")
-        )
-        if not all(isinstance(one, int) for one in walls):
+        apart = _apart(first, info, "wall_start_ns")
+        if apart is None:
             continue
-        apart: int = walls[1] - walls[0]
-        if first.host == info.host and all(isinstance(one, int) for one in clocks):
-            exact: int = clocks[1] - clocks[0]
-            # Another boot of the same host has another clock.
-            apart = exact if abs(exact - apart) < _SAME_CLOCK_NS else apart
-        found[rank] = apart
+        exact = _apart(first, info, "monotonic_start_ns") if first.host == info.host else None
+        # Another boot of the same host has another clock.
+        is_same = exact is not None and abs(exact - apart) < _SAME_CLOCK_NS
+        found[rank] = exact if exact is not None and is_same else apart
     return found
+
+
+def _apart(first: RankInfo, second: RankInfo, name: str) -> int | None:
+    a, b = first.facts.get(name), second.facts.get(name)
+    return b - a if isinstance(a, int) and isinstance(b, int) else None
 
 
 def _held(column: Column, schema_version: int, step_shift: int, going_on: GoingOn) -> str:
@@ -277,7 +277,9 @@ def _held(column: Column, schema_version: int, step_shift: int, going_on: GoingO
     name = f'"{column.name}"'
     if column.since > schema_version:
         return f"CAST(NULL AS {_sql_type(column.type)}) AS {name}"
-    added = f" + {step_shift}" if step_shift and column.name in _OF_STEPS else going_on.of(column.name)
+    added = (
+        f" + {step_shift}" if step_shift and column.name in _OF_STEPS else going_on.of(column.name)
+    )
     return f"CAST({name}{added} AS {_sql_type(column.type)}) AS {name}" if added else name
 
 
@@ -322,10 +324,7 @@ def _of_rank(run: Run, rank: int, name: str) -> object:
     of = run
     if run.history and name in ("host", "wall_start_ns", "monotonic_start_ns"):
         of = next(o.run for o in run.history if rank in o.run.ranks)
-    value = of.ranks[rank].facts.get(name)
-    if name == "last_step" and isinstance(value, int):
-        return value + run.step_shift
-    return value
+    return of.ranks[rank].facts.get(name)
 
 
 def _as_column(value: object, type: pa.DataType) -> object:

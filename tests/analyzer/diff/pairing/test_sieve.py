@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gradtrace_analyzer.diff.pairing.rows_of_part import RowsOfPart
 from gradtrace_analyzer.diff.pairing.sieve import sieved
 from gradtrace_analyzer.diff.pairing.tally import SieveResult
 from gradtrace_analyzer.numerics.tolerance import LowerBound
@@ -34,7 +35,7 @@ def sift(
 ) -> SieveResult:
     """What is found in these parts of one rank's table."""
     paths = tuple(
-        [str(add_part(folder / side, table, rows)) for rows in parts]
+        [RowsOfPart(str(add_part(folder / side, table, rows))) for rows in parts]
         for side, parts in (("a", baseline), ("b", candidate))
     )
     parts: Mapping[str, Any] = {table: paths}
@@ -111,7 +112,7 @@ def test_step_that_does_not_pair_in_one_table_is_counted_in_none(tmp_path: Path)
     calls = [call(0, 4.0), call(1, 4.0)]
     paths: dict[str, Any] = {
         table: tuple(
-            [str(add_part(tmp_path / side, table, rows))]
+            [RowsOfPart(str(add_part(tmp_path / side, table, rows)))]
             for side, rows in zip("ab", both, strict=True)
         )
         for table, both in (("gradients", (gradients, others)), ("module_calls", (calls, calls[:1])))
