@@ -52,6 +52,7 @@ class Rows:
         """The current step's row. Its digests are filled in when the record is drained."""
         abandoned = sum(not call.used for call in totals.root_calls)
         rng = totals.rng_fingerprint
+        string = self._journal.string
         self._append(
             "steps",
             NULL_INT32,
@@ -61,6 +62,9 @@ class Rows:
             totals.backward_ns,
             totals.optimizer_ns,
             NULL_BOOL if totals.skipped is None else int(totals.skipped),
+            string(totals.ended_by),
+            string(totals.framework),
+            int64_field(totals.framework_step),
             totals.backward_count,
             abandoned,
             NULL_INT64 if rng is None else rng,
@@ -110,6 +114,7 @@ class Rows:
         optimizer_index: int,
         group_index: int,
         optimizer_class: str,
+        wrapper_class: str | None,
         learning_rate: float | None,
         hyperparameters: str,
         parameter_fqns: Sequence[str | None],
@@ -122,6 +127,7 @@ class Rows:
             optimizer_index,
             group_index,
             string(optimizer_class),
+            string(wrapper_class),
             NULL_FLOAT if learning_rate is None else learning_rate,
             string(hyperparameters),
             string(names_field(parameter_fqns)),

@@ -26,6 +26,9 @@ class StepTotals:
         self.optimizer_ns = 0
         self.recorder_ns = 0
         self.skipped: bool | None = None
+        self.ended_by: str | None = None
+        self.framework: str | None = None
+        self.framework_step: int | None = None
         self.backward_count = 0
         self.engine_calls = 0
         self.root_calls: list[RootCall] = []

@@ -15,7 +15,9 @@ from gradtrace_schemas.table import Table
 # 4  stage_events are recorded: which occurrence, with what error.
 # 5  ranks say which commit was checked out.
 # 6  node_events and buckets have a time on the device.
-SCHEMA_VERSION = 6
+# 7  steps say what ended them, and the framework's own counter; groups which optimizer stood around theirs; ranks which
+#    rule ended their steps, and why the first has its number.
+SCHEMA_VERSION = 7
 
 # The order is that of a step; the position of a table is the kind of its journal records, so append only.
 ALL_TABLES: tuple[Table, ...] = (

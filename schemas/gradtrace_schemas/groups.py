@@ -136,7 +136,7 @@ GROUPS = Table(
 
 RANKS = Table(
     name="ranks",
-    version=2,
+    version=3,
     doc="One row per rank's recording.",
     key=("attempt", "rank"),
     journalled=False,
@@ -169,6 +169,25 @@ RANKS = Table(
                 STRING,
                 "The commit that was checked out around the job's script, null where there is none. Whether files "
                 "were changed since is not known.",
+                nullable=True,
+            ),
+        ),
+        since(
+            7,
+            Column(
+                "step_rule",
+                STRING,
+                "What ends its steps: `optimizers`, `parameters` (no torch optimizer was seen: they changed between "
+                "two passes), `job` (`gradtrace_recorder.step`), `passes` (nothing that ends a step was seen).",
+                nullable=True,
+            ),
+        ),
+        since(
+            7,
+            Column(
+                "first_step_from",
+                STRING,
+                "Why its first step has its number: `framework` (its counter), `offset` (GRADTRACE_STEP_OFFSET), `0`.",
                 nullable=True,
             ),
         ),

@@ -18,6 +18,7 @@ from gradtrace_schemas.table import (
     Column,
     SummaryColumns,
     Table,
+    since,
 )
 
 # The links whose rows are folded into a digest per step; the order is that of the step itself.
@@ -38,7 +39,7 @@ def _digest(link: str) -> Column:
 
 STEPS = Table(
     name="steps",
-    version=2,
+    version=3,
     doc="One row per optimizer step of a rank.",
     key=("attempt", "rank", "step"),
     entries=(
@@ -54,6 +55,36 @@ STEPS = Table(
             BOOL,
             "GradScaler left the optimizer out; null where no optimizer step was seen, or it cannot be told.",
             nullable=True,
+        ),
+        since(
+            7,
+            Column(
+                "ended_by",
+                STRING,
+                "What ended the step: `optimizer` (one stepped), `scaler` (GradScaler left the optimizer out), `job` "
+                "(`gradtrace_recorder.step` said the next), `parameters` (no torch optimizer was seen: they had "
+                "changed between two passes); null where the recording ended inside it.",
+                nullable=True,
+            ),
+        ),
+        since(
+            7,
+            Column(
+                "framework",
+                STRING,
+                "Whose counter `framework_step` is: `accelerate`, `deepspeed`, `lightning`, `torchtitan`, "
+                "`transformers`; null where none was found.",
+                nullable=True,
+            ),
+        ),
+        since(
+            7,
+            Column(
+                "framework_step",
+                INT64,
+                "The framework's own counter as it stood while this step ran.",
+                nullable=True,
+            ),
         ),
         Column(
             "backward_count",
@@ -94,7 +125,7 @@ PARAMETERS = Table(
 
 OPTIMIZER_GROUPS = Table(
     name="optimizer_groups",
-    version=1,
+    version=2,
     doc="One row per parameter group of an optimizer at a step.",
     key=("attempt", "rank", "step", "optimizer_index", "group_index"),
     entries=(
@@ -102,7 +133,16 @@ OPTIMIZER_GROUPS = Table(
         RECORD_INDEX,
         Column("optimizer_index", INT32, "Optimizers numbered by their first step."),
         Column("group_index", INT32, "Position in `param_groups`."),
-        Column("optimizer_class", STRING, "Class of the optimizer."),
+        Column("optimizer_class", STRING, "Class of the optimizer that holds the group."),
+        since(
+            7,
+            Column(
+                "wrapper_class",
+                STRING,
+                "Class of the optimizer around it whose step this was; null where the job called its own.",
+                nullable=True,
+            ),
+        ),
         Column("learning_rate", FLOAT, "The group's `lr`, where it is a number on the CPU.", True),
         Column("hyperparameters", STRING, "The group's other numbers and switches, as JSON."),
         Column("parameter_fqns", STRINGS, "Its parameters; null for one that no root owns.", True),

@@ -167,6 +167,7 @@ class OptimizerSource:
                 index,
                 place,
                 type(optimizer).__name__,
+                None,
                 _number(group.get("lr")),
                 _hyperparameters(group),
                 [None if name is None else name.fqn for name in names],

@@ -295,6 +295,21 @@ def test_a_run_of_the_fifth_schema_is_read_without_times_on_the_device_of_nodes(
         assert connection.execute("SELECT device_ns FROM buckets").fetchall() == []
 
 
+def test_a_run_of_the_sixth_schema_is_read_without_what_ended_its_steps() -> None:
+    """Recorded by the version that wrote schema 6: two steps of a linear layer, each in two actions of stage 0."""
+    run = open_run(Path(__file__).resolve().parents[2] / "data" / "schema-6")
+    assert run.schema_version == 6 and run.notices == ()
+    with contextlib.closing(connect([run])) as connection:
+        steps = "SELECT step, skipped, ended_by, framework, framework_step FROM steps ORDER BY step"
+        assert connection.execute(steps).fetchall() == [
+            (step, False, None, None, None) for step in (0, 1)
+        ]
+        groups = "SELECT DISTINCT optimizer_class, wrapper_class FROM optimizer_groups"
+        assert connection.execute(groups).fetchall() == [("SGD", None)]
+        ranks = "SELECT step_rule, first_step_from FROM ranks"
+        assert connection.execute(ranks).fetchall() == [(None, None)]
+
+
 def test_journal_of_format_2_is_read_with_null_where_columns_are_newer(tmp_path: Path) -> None:
     """Written by the recorder of schema 2: a pass that failed, and a Node that was running."""
     packed = Path(__file__).resolve().parents[2] / "data" / "journal-2.gz"
