@@ -11,6 +11,7 @@ import duckdb
 from gradtrace_analyzer.diff.links import TABLE_NAMES
 from gradtrace_analyzer.diff.scope.selection import Selection
 from gradtrace_analyzer.diff.scope.stages import Stages
+from gradtrace_analyzer.diff.scope.step_alignment import StepAlignment
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import Counts, attempt_counts
 from gradtrace_analyzer.words.nouns import other_side
@@ -41,6 +42,12 @@ class Cover:
     stages: Mapping[int, int] = field(default_factory=dict)
     world_size: int = 1
     selection: Selection = field(default_factory=Selection)
+    alignment: StepAlignment | None = None
+
+    @property
+    def step_offset(self) -> int:
+        """How much higher the candidate's steps are numbered here than by itself."""
+        return 0 if self.alignment is None else self.alignment.offset
 
     @property
     def by_stage(self) -> bool:
@@ -105,6 +112,7 @@ def cover_of(
     unread: Mapping[str, Sequence[tuple[str, int]]],
     stages: Stages | None = None,
     chosen: Selection | None = None,
+    alignment: StepAlignment | None = None,
 ) -> Cover:
     """The cover of a comparison of these ranks.
 
@@ -149,6 +157,7 @@ def cover_of(
         stages={} if stages is None else stages.ranks["candidate"],
         world_size=max((run.world_size or 1 for run in runs.values()), default=1),
         selection=wanted,
+        alignment=alignment,
         has_fingerprints=all(setting(run, "summary") in ("full", None) for run in runs.values()),
     )
 
