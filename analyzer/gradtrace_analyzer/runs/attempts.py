@@ -20,7 +20,8 @@ class Span:
 
     `first` and `last` are the steps that it recorded, as it numbered them, None of one that recorded none.
     `numbered_by` says why its first step has that number, None where it counted from 0 for want of anything better;
-    `begins` is that step, where it is said. `asked` is what it was asked to record, as text.
+    `begins` is that step, where it is said. `asked` is what it was asked to record, as text. `began_ns` and `seen_ns`
+    are its first and last sign of life, by the wall clock; None where it left none.
     """
 
     attempt: int
@@ -30,6 +31,8 @@ class Span:
     begins: int | None
     world_size: int | None
     asked: str
+    began_ns: int | None = None
+    seen_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,15 @@ SOURCES: dict[JoinedBy, str] = {
 }
 
 
+# Heartbeats come once a second, and clocks of hosts differ by less than this.
+_BOTH_AT_ONCE_NS = 5 * 10**9
+
+
 def _recorded_otherwise(before: Span, after: Span) -> str | None:
     """Why two attempts cannot be read as one: their rows would not be of the same kind."""
+    is_known = before.seen_ns is not None and after.began_ns is not None
+    if is_known and before.seen_ns - after.began_ns > _BOTH_AT_ONCE_NS:  # type: ignore[operator]
+        return f"it began while attempt {before.attempt} was still recording"
     if before.world_size != after.world_size:
         return f"it has {after.world_size} ranks, attempt {before.attempt} had {before.world_size}"
     if before.asked != after.asked:

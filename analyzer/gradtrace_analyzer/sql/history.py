@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -180,7 +181,21 @@ def _span(run: Run) -> Span:
             f"{name} {value if isinstance(value, str) else json.dumps(value)}"
             for name, value in asked.items()
         ),
+        began_ns=min(_times(run, "wall_start_ns"), default=None),
+        seen_ns=max(_last_seen_ns(run), default=None),
     )
+
+
+def _times(run: Run, name: str) -> Iterator[int]:
+    return (t for info in run.ranks.values() if isinstance(t := info.facts.get(name), int))
+
+
+def _last_seen_ns(run: Run) -> Iterator[int]:
+    yield from _times(run, "wall_end_ns")
+    for rank in run.incomplete_ranks:
+        seen = last_seen(run, rank)
+        if seen is not None:
+            yield time.time_ns() if seen.life == "alive" else seen.last_unix_ns
 
 
 def _setting(info: RankInfo, name: str) -> Any:

@@ -1,7 +1,7 @@
 """A job that saves every fifth step and goes on from there: resuming.py FOLDER STEPS [dies=N] [forgets].
 
-Alone, or as ranks under DDP. It `dies` in the forward of step N, the last rank of it: alone by SIGKILL, under a launcher
-that starts it again by an exception, the first time. One that `forgets` does not load its optimizer's state.
+Alone, or as ranks under DDP. It `dies` in the forward of step N, the last rank of it: alone by SIGKILL, under a
+launcher that starts it again by an exception, the first time. One that `forgets` does not load its optimizer's state.
 """
 
 import os
@@ -33,7 +33,9 @@ if saved.exists():
     first = state["step"]
 model = net
 if size > 1:
-    dist.init_process_group("gloo")
+    # Not the launcher's store: gloo now and then meets the addresses of the attempt before in it.
+    store = f"file://{saved.resolve().with_name(f'store-{restarts}')}"
+    dist.init_process_group("gloo", store, rank=rank, world_size=size)
     model = DistributedDataParallel(net)
 for step in range(first, steps):
     generator = torch.Generator().manual_seed(100 * step + rank)

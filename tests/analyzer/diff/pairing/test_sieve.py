@@ -151,3 +151,22 @@ def test_actions_of_other_kinds_or_under_way_are_left_out(tmp_path: Path) -> Non
     b = [action("forward", 1.0), action("wait", 2.0), action("backward_full", 2.0, None)]
     found = sift(tmp_path, [a], [b], table="stage_events")
     assert found.tallies == [] and not found.unpaired
+
+
+def test_steps_of_a_part_are_numbered_and_left_out_as_it_is_read(tmp_path: Path) -> None:
+    """The candidate is two attempts: the second counted from 0 and took over with step 2."""
+
+    def part(side: str, *norms: float) -> str:
+        rows = [call(step, norm) for step, norm in enumerate(norms)]
+        return str(add_part(tmp_path / side, "module_calls", rows))
+
+    sides = [
+        [RowsOfPart(part("a", 4.0, 4.0, 4.0, 4.0))],
+        [
+            RowsOfPart(part("b", 4.0, 4.0, 9.0), end=2),
+            RowsOfPart(part("b", 4.0, 5.0), step_shift=2),
+        ],
+    ]
+    parts: Mapping[str, Any] = {"module_calls": tuple(sides)}
+    found = sieved(3, parts, frozenset(range(4)), LowerBound(1.0))
+    assert not found.unpaired and set(counted(found)) == {3}
