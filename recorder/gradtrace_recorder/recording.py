@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from gradtrace_recorder.actions import Actions, HalfDone
 from gradtrace_recorder.attribution import Attribution
 from gradtrace_recorder.flight import Flight
+from gradtrace_recorder.frameworks import Counter
 from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.journal import JournalWriter, Place
 from gradtrace_recorder.naming import Names
@@ -19,6 +20,7 @@ from gradtrace_recorder.settings import Settings
 from gradtrace_recorder.summaries.device.times import DeviceTimes, Nowhere
 from gradtrace_recorder.summaries.summariser import Summariser
 from gradtrace_recorder.timeline import Timeline
+from gradtrace_recorder.updates import Updates
 from gradtrace_recorder.versions import Versions
 
 
@@ -42,7 +44,12 @@ class Recording:
     half_done: HalfDone = field(default_factory=HalfDone)
     device_times: DeviceTimes = field(default_factory=lambda: DeviceTimes("off", Nowhere()))
     native: Native | None = None
+    counter: Counter = field(default_factory=Counter)
+    updates: Updates = field(init=False)
     _noted: dict[tuple[int, int, str], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.updates = Updates(self.timeline, self.names)
 
     def noted(self, name: str) -> int:
         """Which note of that name this is in the present step and microbatch, from 0."""

@@ -223,6 +223,7 @@ class _Live:
             settings, problems, journal, timeline, summariser, rows,
             versions=Versions(library), flight=flight, native=native, device_times=times,
         )  # fmt: skip
+        timeline.at_begin.append(lambda: self.recording.counter.begins(self.recording))
         timeline.at_end.append(self._write_step)
         self._about = {
             "attempt": self.claim.attempt,
@@ -260,6 +261,8 @@ class _Live:
 
     def close(self, recording: Recording, timeout: float) -> None:
         """Write the last step, drain the journal, say whether that is complete, and let go of the journal."""
+        if recording.timeline.is_by_parameters:
+            recording.updates.look()
         recording.timeline.finish()
         self._about["uncaught"] = _uncaught()
         self._about["left_in"] = _left_in(recording)
@@ -299,6 +302,8 @@ class _Live:
                 "complete": complete,
                 "device": recording.names.device,
                 "last_step": recording.timeline.step,
+                "step_rule": recording.timeline.rule,
+                "first_step_from": recording.timeline.first_step_from,
                 "recorded": recording.journal.recorded,
                 "dropped": dict(recording.journal.dropped),
                 "dropped_steps": recording.journal.dropped_steps,

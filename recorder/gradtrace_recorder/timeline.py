@@ -3,6 +3,7 @@
 The rule, unless `gradtrace_recorder.step` says which step it is: a step begins at the first grad-mode call of a root
 that has parameters, or top-level engine call, after a step's end; it ends when an optimizer step returns, skipped or
 not. Several optimizer steps without forward or backward between them are one; inside backward they end with it.
+As long as no torch optimizer has been seen, it ends where parameters have changed between passes (`updates.py`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ class Timeline:
         self._steps = steps
         self._is_every_step = not steps.slices
         self.zero_ns = zero_ns
+        self.passes = 0  # top-level calls into the engine that have returned, over all steps
+        self.optimizer_seen = False
+        self.first_step_from = "offset" if first_step else "0"
+        self._ended_by_parameters = False
+        self._any_begun = False
         self._ended = False
         self._end_after_backward = False
         self._given = False
@@ -69,6 +75,30 @@ class Timeline:
         """Whether anything that counts has happened in this step."""
         return self._begun and not self._ended
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether what happens now belongs to a step: one that has begun, and may have ended since."""
+        return self._begun
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no step has begun yet."""
+        return not self._any_begun
+
+    @property
+    def rule(self) -> str | None:
+        """What ends the steps: `job`, `optimizers`, `parameters`; None while nothing has."""
+        if self._given:
+            return "job"
+        if self.optimizer_seen:
+            return "optimizers"
+        return "parameters" if self._ended_by_parameters else None
+
+    @property
+    def is_by_parameters(self) -> bool:
+        """Whether changed parameters end a step: neither the job nor a torch optimizer does."""
+        return not (self.optimizer_seen or self._given)
+
     def activity(self) -> None:
         """A grad-mode root call or a top-level engine call: begins the next step after an end."""
         if self._ended and not self._given:
@@ -79,6 +109,7 @@ class Timeline:
             self.totals.start_ns = self.now()
             for call in self.at_begin:
                 call()
+            self._any_begun = True
 
     @property
     def coming_step(self) -> int | None:
@@ -94,23 +125,43 @@ class Timeline:
         if self._end_after_backward:
             self._end_after_backward = False
             self._ended = True
+            self.totals.ended_by = "optimizer"
 
     def weight_half_done(self) -> None:
         """A weight half has accumulated gradients, without a backward pass that does: it counts as one."""
         self.totals.backward_count += 1
 
-    def optimizer_stepped(self, *, inside_backward: bool = False) -> None:
-        """An optimizer step, or GradScaler's, has returned."""
+    def optimizer_stepped(self, *, inside_backward: bool = False, by_scaler: bool = False) -> None:
+        """An optimizer step, or GradScaler's, has returned; `by_scaler`: it left the optimizer out."""
         self.totals.end_ns = self.now()
         if inside_backward:
             self._end_after_backward = True
         elif self._begun:
             self._ended = True
+            if not by_scaler:
+                self.totals.ended_by = "optimizer"
+            elif self.totals.ended_by is None:
+                self.totals.ended_by = "scaler"
+
+    def parameters_changed(self) -> None:
+        """Between the last pass and now they did: where nothing else ends steps, this one is over."""
+        if self._begun and not self._ended and self.is_by_parameters:
+            self.totals.end_ns = self.now()
+            self.totals.ended_by = "parameters"
+            self._ended = self._ended_by_parameters = True
+
+    def begin_at(self, step: int) -> None:
+        """A framework resumes a job: its first step has this number, unless one was given or it has begun."""
+        if self.is_first and not self._given and self.first_step_from != "offset":
+            self.step = step
+            self.first_step_from = "framework" if step else "0"
 
     def set_step(self, step: int) -> None:
         """The job says which step begins; the rule is off from now on."""
         self._given = True
         if step != self.step:
+            if self._begun:
+                self.totals.ended_by = "job"
             self._advance(step)
 
     def set_microbatch(self, microbatch: int) -> None:

@@ -126,12 +126,11 @@ class Tripwire:
         if session is not None:
             session.modules.before(module, args)
 
-    def _optimizer_steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _optimizer_steps(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if _is_compiling() or _tracing_state():
-            return
+            return None
         session = self.spring()
-        if session is not None:
-            session.optimizers.before(optimizer, args, kwargs)
+        return None if session is None else session.optimizers.before(optimizer, args, kwargs)
 
 
 def _quiet_compile_warning() -> None:

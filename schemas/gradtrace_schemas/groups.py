@@ -178,7 +178,7 @@ RANKS = Table(
                 "step_rule",
                 STRING,
                 "What ends its steps: `optimizers`, `parameters` (no torch optimizer was seen: they changed between "
-                "two passes), `job` (`gradtrace_recorder.step`), `passes` (nothing that ends a step was seen).",
+                "two passes), `job` (`gradtrace_recorder.step`); null where nothing ended one.",
                 nullable=True,
             ),
         ),

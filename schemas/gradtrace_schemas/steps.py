@@ -72,8 +72,8 @@ STEPS = Table(
             Column(
                 "framework",
                 STRING,
-                "Whose counter `framework_step` is: `accelerate`, `deepspeed`, `lightning`, `torchtitan`, "
-                "`transformers`; null where none was found.",
+                "Whose counter `framework_step` is: `deepspeed`, `lightning`, `torchtitan`, `transformers`; null where "
+                "none was found.",
                 nullable=True,
             ),
         ),
@@ -165,7 +165,8 @@ GRADIENTS = Table(
             "point",
             STRING,
             "`carried` (in `.grad` when the step's first backward began), `local` (accumulated on this "
-            "rank), `reduced` (after a DDP backward pass), `final` (what the optimizer saw).",
+            "rank), `reduced` (after a DDP backward pass), `final` (what the optimizer saw; of one that is given a "
+            "closure, after each call of it; of one that GradScaler left out, what it would have seen).",
         ),
         Column("shape", SHAPE, "Sizes, at most the first eight.", True),
         SummaryColumns("", "The gradient"),

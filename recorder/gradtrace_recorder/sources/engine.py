@@ -134,6 +134,8 @@ class EngineSource:
         top_level = not inside_backward()
         if top_level:
             self._modules.forget_abandoned(recording)
+            if timeline.is_by_parameters:
+                recording.updates.engine_called(_argument("tensors", 0, args, kwargs, ()))
             timeline.activity()
             recording.names.is_settled = True
         totals = timeline.totals
@@ -257,6 +259,7 @@ class EngineSource:
             self._write(opened, watch, end, failed, error, outputs, ddp_sync)
         if opened.top_level:
             timeline.totals.backward_ns += end - opened.start_ns
+            timeline.passes += error is None
             if opened.accumulates and error is None:
                 timeline.backward_done()
 

@@ -320,7 +320,11 @@ class ModuleSource:
         timeline = recording.timeline
         trains = grad_mode and not inside_backward() and holds_parameters(module)
         if not trains:
+            if timeline.is_first:
+                recording.counter.read_early(recording)
             return None
+        if timeline.is_by_parameters:
+            recording.updates.root_called(name.root)
         timeline.activity()
         self._ddp.root_called(module)
         self._fsdp.root_called(recording, module)

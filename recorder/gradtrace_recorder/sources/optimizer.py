@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import threading
 import weakref
@@ -16,23 +15,36 @@ from torch.utils.hooks import RemovableHandle
 
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.recording import Gate, Recording
-from gradtrace_recorder.sources.state import (
-    inside_backward,
-    record_gradients,
-    record_parameters_after,
-)
+from gradtrace_recorder.sources.closures import closure_of, with_closure_seen
+from gradtrace_recorder.sources.optimizer_rows import OptimizerRows
+from gradtrace_recorder.sources.state import inside_backward
 from gradtrace_recorder.summaries.summariser import unasked
 from gradtrace_schemas.journal import AFTER_OPTIMIZER, IN_OPTIMIZER, NULL_INT32
 
 _get_sequence_nr = torch._C._autograd._get_sequence_nr
 _is_compiling = torch.compiler.is_compiling
 
+_NewArguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _OpenStep:
+    """A step that has not returned. It holds the optimizer weakly: an exception may leave it behind."""
+
+    __slots__ = ("closure_ns", "optimizer", "started_ns", "waits", "wrapper")
+
+    def __init__(self, optimizer: Optimizer, wrapper: str | None) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.wrapper = wrapper
+        self.started_ns = 0
+        self.closure_ns = 0
+        self.waits = False  # for its closure, before what it sees is recorded
+
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[int, int]] = []
+        self.stack: list[_OpenStep] = []
+        self.stepped: list[weakref.ref[Optimizer]] = []  # inside the outermost, itself included
 
 
 class OptimizerSource:
@@ -46,11 +58,9 @@ class OptimizerSource:
         self._gate = gate
         self._guard = guard
         self._local = _ThreadState()
+        self._rows = OptimizerRows()
         self._handles: list[RemovableHandle] = []
-        self._indexes: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
-        self._next_index = 0
         self._steps_seen = 0
-        self._after_at: tuple[int, set[tuple[int, str]]] = (-1, set())
         self._scaler_step: Any = None
 
     def attach(self) -> None:
@@ -62,10 +72,10 @@ class OptimizerSource:
         source, original = self, torch.amp.GradScaler.step
 
         @functools.wraps(original)
-        def step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             seen = source._steps_seen
-            result = original(scaler, *args, **kwargs)
-            source._scaler_stepped(skipped=source._steps_seen == seen)
+            result = original(scaler, optimizer, *args, **kwargs)
+            source._scaler_stepped(scaler, optimizer, left_out=source._steps_seen == seen)
             return result
 
         never_compiled(step, calls_the_job=True)
@@ -84,53 +94,112 @@ class OptimizerSource:
             self._scaler_step = None
         self._guard.is_open = False
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer is about to step."""
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> _NewArguments | None:
+        """An optimizer is about to step: with a closure that is seen, if it was given one."""
         if _is_compiling() or not self._guard.is_open:
-            return
+            return None
         try:
             self._steps_seen += 1
             recording = self._gate.enter()
-            if recording is None:
-                return
-            stack = self._local.stack
-            if stack and not _is_inside_another():
-                stack.clear()  # an earlier step raised, and no hook told us
-            timeline = recording.timeline
-            entered = timeline.now()
-            outermost = not stack
-            if outermost and timeline.is_begun and timeline.is_recorded:
-                with unasked():
-                    self._record_seen(recording, optimizer)
-            started = timeline.now()
-            stack.append((id(optimizer), started))
-            if outermost:
-                self._move(recording, IN_OPTIMIZER, optimizer, started)
-            timeline.totals.recorder_ns += started - entered
+            if recording is not None:
+                return self._begins(recording, optimizer, args, kwargs)
         except Exception as error:
             self._guard.failed(error)
+        return None
+
+    def _begins(
+        self, recording: Recording, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> _NewArguments | None:
+        local, rows = self._local, self._rows
+        if local.stack and not _is_inside_another():
+            local.stack.clear()  # an earlier step raised, and no hook told us
+        stack = local.stack
+        timeline = recording.timeline
+        timeline.optimizer_seen = True
+        entered = timeline.now()
+        around = stack[-1].optimizer() if stack else None
+        is_wrapped = around is not None and rows.wraps(around)
+        wrapper = type(around).__name__ if is_wrapped and around is not optimizer else None
+        opened = _OpenStep(optimizer, wrapper)
+        opened.waits = closure_of(args, kwargs) is not None
+        # What an enclosing optimizer has recorded as its own is not the inner one's again.
+        is_covered = around is not None and not is_wrapped and rows.holds(around, optimizer)
+        if not opened.waits and not is_covered and timeline.has_begun and timeline.is_recorded:
+            with unasked():
+                rows.seen(recording, optimizer, wrapper)
+        if not stack:
+            local.stepped = []
+        local.stepped.append(opened.optimizer)
+        opened.started_ns = started = timeline.now()
+        stack.append(opened)
+        if len(stack) == 1:
+            self._move(recording, IN_OPTIMIZER, optimizer, started)
+        timeline.totals.recorder_ns += started - entered
+        if not opened.waits:
+            return None
+        return with_closure_seen(args, kwargs, self._closure_begins, self._closure_ends)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _is_compiling() or not self._guard.is_open:
             return
         try:
             recording = self._gate.recording
-            stack = self._local.stack
+            local = self._local
+            stack = local.stack
             if recording is None or not stack:
                 return
             timeline = recording.timeline
-            _, started = stack.pop()
+            opened = stack.pop()
+            is_left = opened.waits or self._rows.wraps(optimizer)
+            if is_left and timeline.has_begun and timeline.is_recorded:
+                # Its closure was never called, or nothing that it holds has stepped.
+                with unasked():
+                    self._rows.groups(recording, optimizer, opened.wrapper)
             if stack:
                 return
             ended = timeline.now()
             self._move(recording, AFTER_OPTIMIZER, optimizer, ended)
-            timeline.totals.optimizer_ns += ended - started
+            timeline.totals.optimizer_ns += ended - opened.started_ns - opened.closure_ns
             timeline.totals.skipped = timeline.totals.skipped or False
             if timeline.is_recorded and recording.settings.records_state:
+                stepped = [one for ref in local.stepped if (one := ref()) is not None]
                 with unasked():
-                    record_parameters_after(recording, self._not_yet_after(recording, optimizer))
+                    self._rows.left(recording, reversed(stepped))
+            local.stepped = []
             timeline.totals.recorder_ns += timeline.now() - ended
             timeline.optimizer_stepped(inside_backward=inside_backward())
+        except Exception as error:
+            self._guard.failed(error)
+
+    def _closure_begins(self) -> int:
+        recording = self._gate.recording
+        return 0 if recording is None else recording.timeline.now()
+
+    def _closure_ends(self, began: int, returned: bool) -> None:
+        """The optimizer's closure has run forward and backward: now its gradients are what it will see."""
+        recording = self._gate.recording
+        stack = self._local.stack
+        if recording is None or not stack or not self._guard.is_open:
+            return
+        try:
+            timeline = recording.timeline
+            ended = timeline.now()
+            innermost, outermost = stack[-1], stack[0]
+            optimizer = innermost.optimizer()
+            if not returned or optimizer is None:
+                return
+            for opened in stack:
+                opened.waits = False
+            if timeline.has_begun and timeline.is_recorded:
+                with unasked():
+                    self._rows.seen(recording, optimizer, innermost.wrapper)
+            first = outermost.optimizer()
+            if first is not None:
+                # The step may have begun inside the closure: what follows is of that one.
+                self._move(recording, IN_OPTIMIZER, first, timeline.now())
+            now = timeline.now()
+            outermost.closure_ns += now - began
+            timeline.totals.recorder_ns += now - ended
         except Exception as error:
             self._guard.failed(error)
 
@@ -147,63 +216,37 @@ class OptimizerSource:
                 is_over=kind == AFTER_OPTIMIZER,
             )
 
-    def _scaler_stepped(self, *, skipped: bool) -> None:
+    def _scaler_stepped(self, scaler: Any, optimizer: Any, *, left_out: bool) -> None:
         recording = self._gate.recording
         if not self._guard.is_open or recording is None:
             return
         try:
-            if skipped:
-                recording.timeline.totals.skipped = True
-                recording.timeline.optimizer_stepped(inside_backward=inside_backward())
+            timeline = recording.timeline
+            if not left_out:
+                if getattr(optimizer, "_step_supports_amp_scaling", False):
+                    timeline.totals.skipped = _skipped_inside(scaler, optimizer)
+                return
+            timeline.optimizer_seen = True
+            timeline.totals.skipped = True
+            entered = timeline.now()
+            if timeline.has_begun and timeline.is_recorded:
+                with unasked():
+                    self._rows.not_stepped(recording, optimizer)
+            timeline.totals.recorder_ns += timeline.now() - entered
+            timeline.optimizer_stepped(inside_backward=inside_backward(), by_scaler=True)
         except Exception as error:
             self._guard.failed(error)
 
-    def _record_seen(self, recording: Recording, optimizer: Optimizer) -> None:
-        """The optimizer's groups, and the gradients it is about to use."""
-        index = self._index(optimizer)
-        for place, group in enumerate(optimizer.param_groups):
-            names = [recording.names.tensor(p) for p in group["params"]]
-            recording.rows.optimizer_group(
-                index,
-                place,
-                type(optimizer).__name__,
-                None,
-                _number(group.get("lr")),
-                _hyperparameters(group),
-                [None if name is None else name.fqn for name in names],
-            )
-        if recording.settings.records_state:
-            totals = recording.timeline.totals
-            record_gradients(
-                recording,
-                "final",
-                max(0, totals.engine_calls - 1),
-                max(0, recording.timeline.microbatch - 1),
-                _named(recording, optimizer),
-            )
 
-    def _not_yet_after(
-        self, recording: Recording, optimizer: Optimizer
-    ) -> list[tuple[ParameterName, torch.Tensor]]:
-        """Its parameters, without those that an earlier optimizer of the same step has left a row of."""
-        step = recording.timeline.step
-        if self._after_at[0] != step:
-            self._after_at = (step, set())
-        done = self._after_at[1]
-        chosen = []
-        for name, tensor in _named(recording, optimizer):
-            if (name.root, name.fqn) not in done:
-                done.add((name.root, name.fqn))
-                chosen.append((name, tensor))
-        return chosen
+def _skipped_inside(scaler: Any, optimizer: Any) -> bool | None:
+    """Whether a fused optimizer, which is called always, left its parameters alone. None where only a device knows.
 
-    def _index(self, optimizer: Optimizer) -> int:
-        known = self._indexes.get(id(optimizer))
-        if known is None or known[0]() is not optimizer:
-            known = (weakref.ref(optimizer), self._next_index)
-            self._next_index += 1
-            self._indexes[id(optimizer)] = known
-        return known[1]
+    Source: torch/amp/grad_scaler.py, `step` (2.13): `found_inf_per_device` of the optimizer's state.
+    """
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    if not found or any(one.device.type != "cpu" for one in found.values()):
+        return None
+    return any(bool(one) for one in found.values())
 
 
 def _is_inside_another() -> bool:
@@ -218,37 +261,6 @@ def _is_inside_another() -> bool:
             running += 1
         frame = frame.f_back
     return running > 1
-
-
-def _named(recording: Recording, optimizer: Optimizer) -> list[tuple[ParameterName, torch.Tensor]]:
-    found = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = recording.names.tensor(parameter)
-            if name is not None:
-                found.append((name, parameter))
-    return found
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _hyperparameters(group: dict[str, Any]) -> str:
-    """The group's numbers, switches and texts but the learning rate, as JSON with sorted keys."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return [plain(v) for v in value]
-        if isinstance(value, torch.Tensor):
-            return _number(value)
-        return (
-            value if isinstance(value, int | float | str | bool | type(None)) else str(type(value))
-        )
-
-    return json.dumps({k: plain(v) for k, v in sorted(group.items()) if k not in ("params", "lr")})
 
 
 never_compiled(OptimizerSource, _is_inside_another)

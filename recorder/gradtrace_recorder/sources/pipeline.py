@@ -226,6 +226,8 @@ class PipelineSource:
         timeline = recording.timeline
         entered = timeline.now()
         if trains:
+            if timeline.is_by_parameters:
+                recording.updates.look()
             timeline.activity()
         if action.stage_index is None:
             action.microbatch = timeline.microbatch
