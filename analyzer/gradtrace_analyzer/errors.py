@@ -39,6 +39,10 @@ class BadRename(GradtraceError):
     """A rename of modules that cannot be read, or fits nothing."""
 
 
+class BadAlignment(GradtraceError):
+    """Steps that `--align-steps` cannot pair."""
+
+
 class CannotWrite(GradtraceError):
     """A file that was asked for cannot be written."""
 

@@ -12,7 +12,7 @@ from gradtrace_analyzer.check.law import Compression, Findings, Law, Violation
 from gradtrace_analyzer.check.registry import all_laws, causes_of
 from gradtrace_analyzer.runs.last_seen import last_seen
 from gradtrace_analyzer.runs.run import Run
-from gradtrace_analyzer.sql.views import connect
+from gradtrace_analyzer.sql.views import clock_shifts, connect
 from gradtrace_analyzer.words.numbers import ranks_phrase
 
 CheckVerdict = Literal["clean", "violated", "incomparable"]
@@ -86,7 +86,7 @@ def opened_evidence(run: Run, compressing: Sequence[str] = ()) -> Iterator[Evide
     """What the laws read of a run, while its connection is open."""
     losing = frozenset(r for r, info in run.ranks.items() if info.facts.get("dropped"))
     losing |= {d.part.rank for d in run.damaged}
-    closed = frozenset(r for r, info in run.ranks.items() if info.is_complete)
+    closed = frozenset(r for r, info in run.ranks.items() if info.is_complete) - run.torn_ranks
     with contextlib.closing(connect([run])) as connection:
         yield gathered(connection, closed, losing, compressing, _seen_until_ns(run))
 
@@ -96,7 +96,9 @@ def _seen_until_ns(run: Run) -> dict[int, int]:
     for rank in run.incomplete_ranks:
         seen = last_seen(run, rank)
         if seen is not None:
-            found[rank] = max(seen.moved_ns, seen.heartbeat_ns - seen.wall_start_ns)
+            # Of a history all times count from where its first attempt began.
+            began = clock_shifts(run, run.newest).get(rank, 0) if run.history else 0
+            found[rank] = began + max(seen.moved_ns, seen.heartbeat_ns - seen.wall_start_ns)
     return found
 
 

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from gradtrace_analyzer.exports.whole import whole_file
-from gradtrace_analyzer.runs.run import Run, open_run
+from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.sql.history import open_history
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,7 +34,7 @@ run_argument = click.argument("run", type=click.Path(path_type=str))
 attempt_option = click.option(
     "--attempt",
     type=click.IntRange(min=0),
-    help="Which start of the job to read.  [default: the newest that recorded anything]",
+    help="Read this start of the job alone.  [default: the newest, with those that it continues]",
 )
 runs_argument = click.argument(
     "runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=str)
@@ -44,7 +45,7 @@ def opened_runs(
     paths: Sequence[str | os.PathLike[str]], attempt: int | None = None
 ) -> tuple[Run, ...]:
     """The runs, what they lack told on stderr."""
-    runs = tuple(open_run(path, attempt) for path in paths)
+    runs = tuple(open_history(path, attempt) for path in paths)
     for run in runs:
         for notice in run.notices:
             tell(notice)

@@ -18,6 +18,7 @@ from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.diff.gate import ANY, Gate, exit_status, gate_failures, gate_of
 from gradtrace_analyzer.diff.names.renames import rename_of
 from gradtrace_analyzer.diff.scope.selection import CHOOSABLE, chosen
+from gradtrace_analyzer.diff.scope.step_alignment import alignment_of
 from gradtrace_analyzer.errors import NoRepeat
 from gradtrace_analyzer.numerics.tolerance import PRECISIONS
 from gradtrace_analyzer.reports.diff.gate import failure_words
@@ -97,6 +98,11 @@ _PLACES = 10
     type=click.Choice(sorted(PRECISIONS)),
     help="What one side computes products in, where no dtype or switch of the job tells it.",
 )
+@click.option(
+    "--align-steps",
+    metavar="framework|offset=N",
+    help="Pair steps by the framework's counter, or the candidate's step 0 with the baseline's step N.",
+)
 @report_format_option
 @attempt_option
 def diff(
@@ -115,6 +121,7 @@ def diff(
     junit: Path | None,
     repeats: tuple[str, ...],
     precision: str | None,
+    align_steps: str | None,
     format: str,
     attempt: int | None,
 ) -> int:
@@ -127,6 +134,7 @@ def diff(
     given = [rename_of(text) for text in renames]
     wanted = chosen(at, rank, module, link)
     runs = opened_runs((baseline, candidate), attempt)
+    aligned = alignment_of(align_steps, *runs)
     found = compare(
         *runs,
         exact=exact,
@@ -135,7 +143,10 @@ def diff(
         with_chain=verbose,
         repeats=_opened_repeats(repeats, runs),
         precision=precision,
+        aligned=aligned,
     )
+    if aligned is not None:
+        runs = (runs[0], runs[1].shifted(aligned.offset))
     times = compared_runs(*runs) if timing else None
     baseline_name, candidate_name = run_names(runs)
     names = (baseline_name, candidate_name)

@@ -41,7 +41,7 @@ class Alignment:
         *,
         unmatched: bool = True,
         tells_structure: bool = True,
-        torn_ends: Mapping[str, Mapping[int, int]] | None = None,
+        torn_ends: Mapping[str, Mapping[int, Sequence[int]]] | None = None,
         chosen: Selection | None = None,
         judgement: Judgement | None = None,
     ) -> None:

@@ -30,6 +30,8 @@ from gradtrace_analyzer.diff.notes import (
     compared_with_itself,
     counted_only,
     deaths_of,
+    joined_attempts,
+    other_steps,
     partly_followed,
     rng_notes,
 )
@@ -46,13 +48,14 @@ from gradtrace_analyzer.diff.scope.cover import (
     asked_differently,
     cover_of,
     lacking_words,
-    lost_rows,
+    lost_in,
     problems_of,
     torn_ends,
 )
 from gradtrace_analyzer.diff.scope.limits import nothing_to_compare
 from gradtrace_analyzer.diff.scope.selection import Selection
 from gradtrace_analyzer.diff.scope.stages import Stages
+from gradtrace_analyzer.diff.scope.step_alignment import StepAlignment, alignment_hint
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.runs.run import Run
@@ -75,14 +78,18 @@ def compare(
     precision: str | None = None,
     repeats: Sequence[Run] = (),
     scale: float = 1.0,
+    aligned: StepAlignment | None = None,
 ) -> Answer:
     """The answer of `analyzer diff`. With `exact` any changed bit is a difference.
 
     `renames` take names of the baseline to those of the candidate. Raises BadRename for one that does not fit.
     Only what is `chosen` is compared. `with_chain`, the answer holds the rows around the first origin. `repeats` are
     further runs of the baseline, from which noise is measured. `precision` is that of matrix products on one side
-    where no record tells it; `scale` multiplies the tolerances.
+    where no record tells it; `scale` multiplies the tolerances. `aligned`, the candidate's steps are numbered as that
+    says.
     """
+    if aligned is not None:
+        candidate = candidate.shifted(aligned.offset)
     wanted = chosen or Selection()
     runs = {"baseline": baseline, "candidate": candidate}
     ranks = sorted(filter(wanted.wants_rank, set(baseline.ranks) & set(candidate.ranks)))
@@ -102,7 +109,9 @@ def compare(
             is_step_alone=wanted.step is not None,
         )
         try:
-            return _compared(connection, runs, ranks, exact, naming, wanted, with_chain, judgement)
+            return _compared(
+                connection, runs, ranks, exact, naming, wanted, with_chain, judgement, aligned
+            )
         finally:
             judgement.close()
     finally:
@@ -118,10 +127,11 @@ def _compared(
     chosen: Selection,
     with_chain: bool,
     judgement: Judgement,
+    aligned: StepAlignment | None,
 ) -> Answer:
     with progress("reading how many rows there are"):
         counts = {side: row_counts(connection, run) for side, run in runs.items()}
-    unread = {side: lost_rows(run, counts[side]) for side, run in runs.items()}
+    unread = {side: lost_in(connection, run) for side, run in runs.items()}
     torn = {side: torn_ends(connection, side, run) for side, run in runs.items()}
     stages: Stages | None = None
     lost = [place for places in unread.values() for place in places]
@@ -138,7 +148,7 @@ def _compared(
             for stage in stages.of_rank(side, rank)
         ]
         torn = {
-            side: {s: step for rank, step in ends.items() for s in stages.of_rank(side, rank)}
+            side: {s: of_rank for rank, of_rank in ends.items() for s in stages.of_rank(side, rank)}
             for side, ends in torn.items()
         }
     judgement.pair_repeats(
@@ -164,7 +174,7 @@ def _compared(
         judgement=judgement,
     )
     steps = alignment.steps()
-    cover = cover_of(runs, ranks, steps, alignment.compared(), unread, stages, chosen)
+    cover = cover_of(runs, ranks, steps, alignment.compared(), unread, stages, chosen, aligned)
     common = sorted({step for of_rank in steps["both"].values() for step in of_rank})
     configuration = apart_in_configuration(runs)
     failures = alignment.failures()
@@ -226,6 +236,8 @@ def _compared(
             scaled=tuple(judgement.scaled),
             notes=(
                 *compared_with_itself(runs),
+                *joined_attempts(runs, origins),
+                *(other_steps(runs, cover, origins) if aligned is None else ()),
                 *notes,
                 *counted_only(structure, judgement.aside, alignment.counted_steps),
                 *([] if stages is None else [stages.note()]),
@@ -256,7 +268,8 @@ def _compared(
         or naming.unrelated
     )
     if nothing is not None:
-        return answer("incomparable", nothing)
+        hint = None if aligned is not None or steps["both"] else alignment_hint(runs)
+        return answer("incomparable", nothing, notes=[] if hint is None else [hint])
     notes = [scaled_sentence(judgement.scaled)] if judgement.scaled else []
     notes += [aside_sentence(judgement.aside)] if judgement.aside else []
     # Stages that were arranged pair, and so do two models that are not the same one.

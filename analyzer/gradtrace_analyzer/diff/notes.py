@@ -8,6 +8,8 @@ from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.code.legal_changes import SetAside
 from gradtrace_analyzer.diff.code.structure import Structure
 from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.scope.cover import Cover
+from gradtrace_analyzer.diff.scope.step_alignment import alignment_hint
 from gradtrace_analyzer.failures.endings import endings
 from gradtrace_analyzer.failures.phrases import died_phrase
 from gradtrace_analyzer.runs.run import Run, is_same_recording
@@ -19,6 +21,36 @@ def compared_with_itself(runs: Mapping[str, Run]) -> list[str]:
     if not is_same_recording(runs["baseline"], runs["candidate"]):
         return []
     return ["Both sides are the same recording: it was compared with itself."]
+
+
+def joined_attempts(runs: Mapping[str, Run], origins: Sequence[Origin]) -> list[str]:
+    """Where a later attempt of a side took over, and that an origin lies just there."""
+    found = []
+    for side, run in runs.items():
+        if not run.history:
+            continue
+        taken = run.first_of_attempts
+        told = " and ".join(
+            f"attempt {attempt} from step {step} on" for step, attempt in taken.items()
+        )
+        found.append(
+            f"The {side} is several attempts of one job, read as one: attempt {run.history[0].run.attempt}, {told}."
+        )
+        if origins and origins[0].step in taken:
+            found.append(
+                f"Step {origins[0].step} is the first of the {side}'s attempt {taken[origins[0].step]}: what it did "
+                "not restore (an optimizer's state, random generators, the place in the data) shows from there on."
+            )
+    return found
+
+
+def other_steps(runs: Mapping[str, Run], cover: Cover, origins: Sequence[Origin]) -> list[str]:
+    """That other steps of the two runs begin with equal parameters, where the first that pair do not."""
+    firsts = {steps[0] for steps in cover.steps.values() if steps}
+    if not origins or origins[0].link != "parameters" or origins[0].step not in firsts:
+        return []
+    hint = alignment_hint(runs)
+    return [] if hint is None else [hint]
 
 
 def counted_only(structure: Structure, aside: Sequence[SetAside], count: int) -> list[str]:

@@ -19,7 +19,7 @@ def write_database(path: Path, runs: Sequence[Run]) -> int:
 
     It needs nothing of ours to be read.
     """
-    with whole_file(path, also=".wal") as temporary, connect(runs) as connection:
+    with whole_file(path, also=".wal") as temporary, connect(runs, as_recorded=True) as connection:
         connection.execute(f"ATTACH {text_literal(str(temporary))} AS exported")
         total = 0
         with progress("writing tables", len(ALL_TABLES)) as count:
@@ -60,7 +60,10 @@ def write_tables(folder: Path, runs: Sequence[Run], format: Literal["csv", "parq
 def _write_all(folder: Path, runs: Sequence[Run], format: str) -> int:
     total = 0
     options = "FORMAT csv, HEADER" if format == "csv" else "FORMAT parquet, COMPRESSION zstd"
-    with connect(runs) as connection, progress("writing tables", len(ALL_TABLES)) as count:
+    with (
+        connect(runs, as_recorded=True) as connection,
+        progress("writing tables", len(ALL_TABLES)) as count,
+    ):
         for table in ALL_TABLES:
             [(rows,)] = connection.execute(f"SELECT count(*) FROM {table.name}").fetchall()
             if rows:

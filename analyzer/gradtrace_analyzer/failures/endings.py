@@ -7,7 +7,7 @@ where it runs, else from its heartbeat.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from gradtrace_analyzer.failures.failed_passes import FailedPass, failed_passes
@@ -76,16 +76,22 @@ class Ending:
 
 @dataclass(frozen=True)
 class Endings:
-    """How all ranks of an attempt ended, or where they are; by rank, those that recorded nothing among them."""
+    """How all ranks of an attempt ended, or where they are; by rank, those that recorded nothing among them.
+
+    `before` are those attempts, the oldest first, that it continues.
+    """
 
     run: Run
     ranks: tuple[Ending, ...]
+    before: tuple[Endings, ...] = ()
 
     @property
     def verdict(self) -> EndingsVerdict:
         """Whether all ranks ended by themselves, something was found, or it cannot be told yet."""
         states = {ending.state for ending in self.ranks}
         if states & set(_FOUND) or any(ending.place for ending in self.of("ended")):
+            return "found"
+        if any(earlier.verdict == "found" for earlier in self.before):
             return "found"
         return "unknown" if not states or states & set(_OPEN) else "well"
 
@@ -97,8 +103,12 @@ class Endings:
 def endings(run: Run, stuck_seconds: float = STUCK_SECONDS) -> Endings:
     """How each rank of the run ended, or where it is; one that lives is stuck after `stuck_seconds` without an event.
 
-    Of ranks on this machine their processes are asked.
+    Of ranks on this machine their processes are asked. Of a history it is the newest attempt that is told of, and those
+    that it continues.
     """
+    if run.history:
+        *before, newest = (endings(of.run, stuck_seconds) for of in run.history)
+        return replace(newest, before=tuple(before))
     with connect([run]) as connection:
         reductions = waits(run, connection)
         stages = under_way(connection)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from gradtrace_analyzer.failures.endings import Ending, Endings
@@ -37,12 +38,25 @@ def lines(found: Endings, name: str) -> Iterator[str]:
         yield ""
         for ending in told or found.ranks:
             yield sentence(ending)
+    for earlier in reversed(found.before):
+        yield ""
+        yield f"Before, attempt {earlier.run.attempt}: {explanation(earlier)}"
+        if earlier.verdict != "well":
+            ranks = [e for e in earlier.ranks if e.state not in ("ended", "not_asked") or e.place]
+            yield from (sentence(ending) for ending in ranks[:_MOST_ALIKE])
 
 
 def as_object(found: Endings, name: str) -> dict[str, Any]:
     """The answer as JSON. Keys that do not apply are null."""
     return {
         "run": name,
+        **_attempt_object(found),
+        "before": [_attempt_object(earlier) for earlier in found.before],
+    }
+
+
+def _attempt_object(found: Endings) -> dict[str, Any]:
+    return {
         "attempt": found.run.attempt,
         "verdict": found.verdict,
         "explanation": explanation(found),
@@ -51,10 +65,10 @@ def as_object(found: Endings, name: str) -> dict[str, Any]:
 
 
 def explanation(found: Endings) -> str:
-    """One sentence over all ranks: who failed, and who only waited for them."""
+    """One sentence over all ranks of the newest attempt: who failed, and who only waited for them."""
     if not found.ranks:
         return "nothing was recorded, so nothing can be told."
-    if found.verdict == "well":
+    if replace(found, before=()).verdict == "well":
         asked = [ending.rank for ending in found.ranks if ending.state == "ended"]
         return f"{ranks_phrase(asked)} ended without an exception."
     said = []

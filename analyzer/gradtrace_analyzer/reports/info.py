@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gradtrace_analyzer.reports.tables import table_lines
+from gradtrace_analyzer.runs.attempts import SOURCES, AttemptStory
 from gradtrace_analyzer.runs.flight import shortened_count, trigger_lines
 from gradtrace_analyzer.sql.inventory import Inventory
 from gradtrace_analyzer.words.numbers import bytes_text, counted, counts_phrase, spans
@@ -18,7 +19,14 @@ def info_lines(name: str, held: Inventory) -> Iterator[str]:
     """The lines for one run. Lines that would say nothing are left out."""
     run = held.run
     of_attempts = f" of {spans(run.attempts)}" if len(run.attempts) > 1 else ""
-    yield f"{name}  (attempt {run.attempt}{of_attempts}, {run.path})"
+    if run.history:
+        read = [of.run.attempt for of in run.history]
+        others = "" if len(read) == len(run.attempts) else of_attempts
+        yield f"{name}  (attempts {spans(read)}{others} as one, {run.path})"
+    else:
+        yield f"{name}  (attempt {run.attempt}{of_attempts}, {run.path})"
+    for number, story in enumerate(run.stories):
+        yield f"  {'' if number else 'history':<14}{attempt_sentence(story)}"
     for label, text in _facts(held):
         if text:
             yield f"  {label:<14}{text}"
@@ -43,6 +51,39 @@ def info_lines(name: str, held: Inventory) -> Iterator[str]:
         yield f"  {line}"
 
 
+def attempt_sentence(story: AttemptStory) -> str:
+    """What became of an attempt: `attempt 1: steps 5 to 9, continues those before (GRADTRACE_STEP_OFFSET); ended`."""
+    name = f"attempt {story.attempt}"
+    if story.first is None or story.last is None:
+        return f"{name}: no step; {story.ending}"
+    said = [f"{name}: {_stretch_of_steps(story.first, story.last)}"]
+    if story.step_shift:
+        said[0] += f" (it counted from {story.first - story.step_shift})"
+    if story.joined_by is not None:
+        said[0] += f", continues those before ({SOURCES[story.joined_by]})"
+    if story.why_not is not None:
+        said.append(f"not joined to those before: {story.why_not}")
+    if story.repeated is not None:
+        again = _stretch_of_steps(*story.repeated)
+        were = "was" if story.repeated[0] == story.repeated[1] else "were"
+        said.append(f"{again} {were} done before, too: {name}'s rows are read")
+    if story.gap is not None:
+        gap = _stretch_of_steps(*story.gap)
+        said.append(f"{gap} {'is' if story.gap[0] == story.gap[1] else 'are'} not there")
+    said.append(story.ending)
+    if story.read is None:
+        said.append("not read")
+    elif story.read != (story.first, story.last):
+        said.append(
+            f"{_stretch_of_steps(*story.read)} {'is' if story.read[0] == story.read[1] else 'are'} read"
+        )
+    return "; ".join(said)
+
+
+def _stretch_of_steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
 def size_rows(name: str, held: Inventory) -> list[tuple[Any, ...]]:
     """A row per table, in the order of SIZE_COLUMNS, for CSV."""
     return [
@@ -58,6 +99,14 @@ def info_object(name: str, held: Inventory) -> dict[str, Any]:
         "path": str(run.path),
         "attempt": run.attempt,
         "attempts": run.attempts,
+        "history": [
+            {
+                **{k: v for k, v in vars(story).items() if k != "ending"},
+                "ending": story.ending,
+                "sentence": attempt_sentence(story),
+            }
+            for story in run.stories
+        ],
         "hosts": held.hosts,
         "devices": held.devices,
         "versions": held.versions,

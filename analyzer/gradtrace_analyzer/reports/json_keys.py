@@ -235,6 +235,10 @@ DIFF = keys_of({
         "steps_by_rank": (MapOf("rank", ListOf(INTEGER)), "The same by rank."),
         "rows": (MapOf("table", INTEGER), "Rows that were compared."),
         "missing_ranks": (sides(ListOf(INTEGER)), "Ranks that a side lacks."),
+        "step_alignment": (OrNull(keys_of({
+            "offset": "integer: What was added to the candidate's steps.",
+            "framework": "text?: Whose counter said so.",
+        })), "How the candidate's steps were numbered (`--align-steps`)."),
         "missing_steps": (sides(MapOf("rank", ListOf(INTEGER))), "Steps that a side lacks."),
         "problems": (sides(ListOf(TEXT)), "What the recorder gave up."),
         "incomplete_ranks": (sides(ListOf(INTEGER)), "Ranks whose recording was not closed."),
@@ -366,8 +370,7 @@ _THREAD_KEYS: Keys = {
     "module_inside": "text?: Module whose forward the Node runs again.",
 }
 
-FAILURES = keys_of({
-    "run": "text: Name of the run.",
+_ATTEMPT_KEYS: Keys = {
     "attempt": "integer: Which start of the job.",
     "verdict": "text: `well`, `found` or `unknown`.",
     "explanation": "text: The answer in one sentence.",
@@ -430,14 +433,33 @@ FAILURES = keys_of({
             "last_step": "integer?: Their last step.",
         })), "What a full or slow disk cost."),
     })), "Each rank."),
+}
+
+FAILURES = keys_of({
+    "run": "text: Name of the run.",
+    **_ATTEMPT_KEYS,
+    "before": (ListOf(keys_of(_ATTEMPT_KEYS)), "The same of the attempts that it continues, the oldest first."),
 })
 
 INFO = keys_of({
     "runs": (ListOf(keys_of({
         "run": "text: Name of the run.",
         "path": "text: Its directory.",
-        "attempt": "integer: Which start of the job was read.",
+        "attempt": "integer: Which start of the job was read; of several, the newest.",
         "attempts": "[integer]: All that there are.",
+        "history": (ListOf(keys_of({
+            "attempt": "integer: Which start of the job.",
+            "first": "integer?: First step that it recorded.",
+            "last": "integer?: Last step.",
+            "step_shift": "integer: What is added to the steps' own numbers.",
+            "joined_by": "text?: What says which step it goes on with: `framework`, `offset`, `job`, `parameters`.",
+            "why_not": "text?: Why it does not continue them.",
+            "repeated": "[integer]?: First and last of the steps that were done before.",
+            "gap": "[integer]?: First and last of the steps in between that are not there.",
+            "read": "[integer]?: First and last of its steps that are read.",
+            "ending": "text: How it ended.",
+            "sentence": "text: All of it in words.",
+        })), "Of a run with several attempts, each that recorded anything."),
         "hosts": "[text]: Machines.",
         "devices": "[text]: Kinds of device.",
         "versions": (MapOf("program", ListOf(TEXT)), "Versions, all that some rank gave."),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from gradtrace_analyzer.runs.run import Run
@@ -125,6 +125,18 @@ class LastSeen:
             return max(0, time.monotonic_ns() - self.monotonic_start_ns - since_ns)
         return max(0, time.time_ns() - self.wall_start_ns - since_ns)
 
+    def shifted(self, count: int) -> LastSeen:
+        """The same with steps numbered so much higher."""
+        places = (
+            place if place.step is None else replace(place, step=place.step + count)
+            for place in self.places
+        )
+        dropped = {
+            table: (rows, first + count, last + count) if last >= 0 else (rows, first, last)
+            for table, (rows, first, last) in self.dropped.items()
+        }
+        return replace(self, places=tuple(places), dropped=dropped)
+
     def as_object(self) -> dict[str, Any]:
         """All fields, to be kept under `left_behind` in the rank's json once the journal is gone: see `of_object`."""
         return asdict(self)
@@ -134,8 +146,10 @@ def last_seen(run: Run, rank: int) -> LastSeen | None:
     """What a rank that did not close its recording left: a journal, or what is kept of one that was repaired."""
     journal = run.journals.get(rank)
     if journal is not None:
-        return of_journal(journal)
-    return of_object(run.ranks[rank].facts.get("left_behind"))
+        found: LastSeen | None = of_journal(journal)
+    else:
+        found = of_object(run.ranks[rank].facts.get("left_behind"))
+    return found if found is None or not run.step_shift else found.shifted(run.step_shift)
 
 
 def of_journal(contents: Contents) -> LastSeen:

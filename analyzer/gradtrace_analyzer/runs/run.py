@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
+from gradtrace_analyzer.runs.attempts import AttemptStory
 from gradtrace_analyzer.runs.journals import Journal, found_journals, leftover_rows, without_gap
 from gradtrace_analyzer.runs.parts import DamagedPart, Part, found_parts
 from gradtrace_analyzer.words.numbers import ranks_phrase, spans, verb
@@ -44,10 +45,15 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Run:
-    """One attempt of a run, as it stood when it was opened.
+    """One attempt of a run, as it stood when it was opened; or, with a `history`, attempts that continue each other.
 
     `parts` and `leftovers` are by table, then rank; `leftovers` are the rows that only a journal holds, with a
-    column `rank`. `journals` keeps each journal whole: what its threads were running is in there.
+    column `rank`. `journals` keeps each journal whole: what its threads were running is in there. `step_shift` is added
+    to the number of every step where it is read.
+
+    Of attempts that were joined, `history` has what is read of each, the oldest first; `parts`, `leftovers` and
+    `journals` are then those of the newest alone, to be asked for by `stretches`, and what `ranks` say is for all of
+    them. `stories` tell of each attempt that was looked at what became of it.
     """
 
     path: Path
@@ -63,6 +69,49 @@ class Run:
     schema_version: int = SCHEMA_VERSION
     damaged: tuple[DamagedPart, ...] = ()
     notices: tuple[str, ...] = ()
+    step_shift: int = 0
+    history: tuple[Stretch, ...] = ()
+    stories: tuple[AttemptStory, ...] = ()
+
+    @property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """What is read of which attempt, the oldest first; of one attempt alone, all of it."""
+        return self.history or (Stretch(self),)
+
+    @property
+    def newest(self) -> Run:
+        """The newest attempt of a history, alone."""
+        return self.stretches[-1].run
+
+    @property
+    def torn_ranks(self) -> frozenset[int]:
+        """Ranks of which an unfinished step is read: they, or an attempt before, did not close the recording."""
+        return frozenset(
+            r for of in self.stretches if of.reads_last for r in of.run.incomplete_ranks
+        )
+
+    @property
+    def first_of_attempts(self) -> dict[int, int]:
+        """Where attempts took over from those before them: the attempt by the first step that is read of it."""
+        return {
+            before.end: after.run.attempt
+            for before, after in zip(self.history, self.history[1:], strict=False)
+            if before.end is not None
+        }
+
+    def shifted(self, count: int) -> Run:
+        """The same run with all its steps numbered so much higher, where they are read."""
+        history = (
+            replace(of, run=of.run.shifted(count), end=None if of.end is None else of.end + count)
+            for of in self.history
+        )
+        ranks = {
+            rank: RankInfo(rank, _renumbered(info.facts, count))
+            for rank, info in self.ranks.items()
+        }
+        return replace(
+            self, step_shift=self.step_shift + count, history=tuple(history), ranks=ranks
+        )
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -80,6 +129,35 @@ class Run:
         return tuple(r for r, info in self.ranks.items() if not info.is_complete)
 
 
+def _renumbered(facts: Mapping[str, Any], count: int) -> Mapping[str, Any]:
+    """What a rank says of itself with its steps numbered so much higher."""
+    found = dict(facts)
+    if isinstance(last := facts.get("last_step"), int):
+        found["last_step"] = last + count
+    left_in = facts.get("left_in")
+    if isinstance(left_in, dict) and isinstance(left_in.get("step"), int):
+        found["left_in"] = {**left_in, "step": left_in["step"] + count}
+    if isinstance(dropped := facts.get("dropped_steps"), dict):
+        found["dropped_steps"] = {
+            table: [step + count if isinstance(step, int) and step >= 0 else step for step in steps]
+            for table, steps in dropped.items()
+            if isinstance(steps, (list, tuple))
+        }
+    return found
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The rows that a history reads of one attempt: of steps below `end`, as its run numbers them; None is all.
+
+    `reads_last` says whether the last step that the attempt reached is among them: it may not have been finished.
+    """
+
+    run: Run
+    end: int | None = None
+    reads_last: bool = True
+
+
 def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
     """The newest attempt of a run that recorded anything, or the one asked for.
 
@@ -88,6 +166,34 @@ def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
     Raises NotARun, NoSuchAttempt, NewerSchema.
     """
     place = Path(path)
+    found = _everything(place)
+    return _one_attempt(place, found, _chosen_attempt(place, found, attempt))
+
+
+def open_attempts(path: str | os.PathLike[str]) -> tuple[Run, ...]:
+    """Every attempt of a run that recorded anything, the oldest first; the one that was opened last, if none did.
+
+    Raises NotARun, NewerSchema.
+    """
+    place = Path(path)
+    found = _everything(place)
+    chosen = sorted(found.recorded) or [_chosen_attempt(place, found, None)]
+    return tuple(_one_attempt(place, found, attempt) for attempt in chosen)
+
+
+@dataclass(frozen=True)
+class _Everything:
+    """What lies in a run's directory, of all attempts: which there are, and which of them `recorded` anything."""
+
+    journals: Sequence[Journal]
+    parts: Sequence[Part]
+    damaged: Sequence[DamagedPart]
+    rank_files: Mapping[tuple[int, int], Path]
+    recorded: frozenset[int]
+    attempts: tuple[int, ...]
+
+
+def _everything(place: Path) -> _Everything:
     require_run(place)
     journals = found_journals(place)
     parts, damaged = _sorted_out(found_parts(os.path.abspath(place)))
@@ -95,11 +201,14 @@ def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
     recorded = {j.attempt for j in journals} | {p.attempt for p in parts}
     recorded |= {d.part.attempt for d in damaged} | {number for _, number in rank_files}
     attempts = tuple(sorted(recorded | _opened_attempts(place)))
-    chosen = _chosen_attempt(place, attempts, recorded, attempt)
+    return _Everything(journals, parts, damaged, rank_files, frozenset(recorded), attempts)
 
-    journals = [j for j in journals if j.attempt == chosen]
+
+def _one_attempt(place: Path, found: _Everything, chosen: int) -> Run:
+    attempts, rank_files, damaged = found.attempts, found.rank_files, found.damaged
+    journals = [j for j in found.journals if j.attempt == chosen]
     contents = {j.rank: j.contents for j in journals if j.contents is not None}
-    by_table = _by_table_and_rank(p for p in parts if p.attempt == chosen)
+    by_table = _by_table_and_rank(p for p in found.parts if p.attempt == chosen)
     run_info = _read_json(place / layout.RUN_FILE)
     about = _read_json(layout.attempt_file(place, chosen))
     for source in (run_info, about, *(c.header for c in contents.values())):
@@ -122,7 +231,7 @@ def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
         schema_version=_schema_version(about, run_info),
     )
     damage = [d for d in damaged if d.part.attempt == chosen]
-    notices = tuple(_notices(run, recorded, damage, journals))
+    notices = tuple(_notices(run, found.recorded, damage, journals))
     return replace(run, damaged=tuple(damage), notices=notices)
 
 
@@ -184,13 +293,15 @@ def _opened_attempts(run: Path) -> set[int]:
     return {number for number in numbers if number is not None}
 
 
-def _chosen_attempt(
-    place: Path, attempts: tuple[int, ...], recorded: set[int], asked: int | None
-) -> int:
+def _chosen_attempt(place: Path, found: _Everything, asked: int | None) -> int:
     if asked is None:
-        return max(recorded or attempts, default=0)
-    if asked not in attempts:
-        held = f"it has {spans(attempts)}" if attempts else "nothing was recorded there yet"
+        return max(found.recorded or found.attempts, default=0)
+    if asked not in found.attempts:
+        held = (
+            f"it has {spans(found.attempts)}"
+            if found.attempts
+            else "nothing was recorded there yet"
+        )
         raise NoSuchAttempt(f"{place} holds no attempt {asked}; {held}")
     return asked
 
@@ -266,14 +377,14 @@ def _leftovers(
 
 
 def _notices(
-    run: Run, recorded: set[int], damaged: Iterable[DamagedPart], journals: Iterable[Journal]
+    run: Run, recorded: Collection[int], damaged: Iterable[DamagedPart], journals: Iterable[Journal]
 ) -> Iterator[str]:
     older = [a for a in run.attempts if a < run.attempt and a in recorded]
     newer = [a for a in run.attempts if a > run.attempt]
     if older:
         yield f"{run.path}: attempt {run.attempt} is read, not {spans(older)} before it (--attempt)"
     if newer:
-        why = "which is newer" if set(newer) & recorded else "which recorded nothing"
+        why = "which is newer" if set(newer) & set(recorded) else "which recorded nothing"
         yield f"{run.path}: attempt {run.attempt} is read, not {spans(newer)}, {why} (--attempt)"
     if run.missing_ranks:
         asked = {
@@ -320,5 +431,6 @@ def _notices(
 
 
 def is_same_recording(a: Run, b: Run) -> bool:
-    """Whether both are one attempt of one directory, however it was named."""
-    return os.path.realpath(a.path) == os.path.realpath(b.path) and a.attempt == b.attempt
+    """Whether both are the same attempts of one directory, however it was named, with the same numbers."""
+    mine, others = ([(s.run.attempt, s.end, s.run.step_shift) for s in r.stretches] for r in (a, b))
+    return os.path.realpath(a.path) == os.path.realpath(b.path) and mine == others

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import duckdb
+import pyarrow as pa
 
-from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.runs.run import Run, Stretch
 from gradtrace_analyzer.sql.views import path_list
+from gradtrace_schemas import TABLES
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,20 @@ def table_counts(connection: duckdb.DuckDBPyConnection, side: str, tables: Seque
 
 
 def row_counts(connection: duckdb.DuckDBPyConnection, run: Run) -> Counts:
-    """The rows of one attempt's parts and journals. The connection keeps the footers for the queries that follow."""
+    """The rows of a run's parts and journals that are read. The connection keeps the footers for what follows.
+
+    Of an attempt of which later steps are not read, its rows are counted one by one.
+    """
+    found: dict[tuple[str, int], int] = {}
+    for of in run.stretches:
+        read = attempt_counts(connection, of.run) if of.end is None else _counted(connection, of)
+        for place, count in read.rows.items():
+            found[place] = found.get(place, 0) + count
+    return Counts(found)
+
+
+def attempt_counts(connection: duckdb.DuckDBPyConnection, run: Run) -> Counts:
+    """All rows of the parts and journals of one attempt, whether a history reads them or not."""
     places = {
         part.path: (part.table, part.rank)
         for by_rank in run.parts.values()
@@ -55,3 +70,36 @@ def row_counts(connection: duckdb.DuckDBPyConnection, run: Run) -> Counts:
         for rank, rows in by_rank.items():
             found[table, rank] = found.get((table, rank), 0) + len(rows)
     return Counts(found)
+
+
+def _counted(connection: duckdb.DuckDBPyConnection, of: Stretch) -> Counts:
+    assert of.end is not None
+    own = of.end - of.run.step_shift
+    found: dict[tuple[str, int], int] = {}
+    for table, by_rank in of.run.parts.items():
+        where = f"WHERE step < {own}" if "step" in TABLES[table].key else ""
+        for rank, parts in by_rank.items():
+            [(count,)] = connection.execute(
+                f"SELECT count(*) FROM read_parquet({path_list(p.path for p in parts)}, "
+                f"hive_partitioning = false) {where}"
+            ).fetchall()
+            found[table, rank] = count
+    for table, leftovers in of.run.leftovers.items():
+        for rank, rows in leftovers.items():
+            found[table, rank] = found.get((table, rank), 0) + _read_count(rows, of)
+    return Counts(found)
+
+
+def journal_rows(run: Run, table: str) -> int:
+    """How many rows of a table are read from journals."""
+    return sum(
+        _read_count(rows, of)
+        for of in run.stretches
+        for rows in of.run.leftovers.get(table, {}).values()
+    )
+
+
+def _read_count(rows: pa.Table, of: Stretch) -> int:
+    if of.end is None or "step" not in rows.column_names:
+        return len(rows)
+    return int((rows.column("step").to_numpy() < of.end - of.run.step_shift).sum())

@@ -12,7 +12,7 @@ import duckdb
 
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.runs.run import Run
-from gradtrace_analyzer.sql.footers import Counts, row_counts
+from gradtrace_analyzer.sql.footers import Counts, journal_rows, row_counts
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_analyzer.words.numbers import spans
 from gradtrace_schemas import ALL_TABLES
@@ -62,7 +62,7 @@ class Inventory:
 def inventory(run: Run) -> Inventory:
     """Everything that `analyzer info` says of a run. Reads the footers of its parts and its `steps`."""
     # Every table is asked for its steps where `steps` may lack one.
-    asks_all = run.incomplete_ranks or run.flight_steps is not None or not run.parts["steps"]
+    asks_all = _may_lack_steps(run) or run.flight_steps is not None or not run.parts["steps"]
     with connect([run], tables=ALL_TABLES if asks_all else (STEPS,)) as connection:
         with progress("counting rows"):
             counts = row_counts(connection, run)
@@ -102,14 +102,19 @@ def _row(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[Any, ...]:
 
 
 def _size(run: Run, counts: Counts, table: str) -> TableSize:
-    parts = [part for of_rank in run.parts[table].values() for part in of_rank]
+    runs = [of.run for of in run.stretches]
+    parts = [part for of in runs for of_rank in of.parts[table].values() for part in of_rank]
     return TableSize(
         table=table,
         rows=counts.of(table),
         part_count=len(parts),
         size_bytes=sum(part.size_bytes for part in parts),
-        journal_rows=sum(len(rows) for rows in run.leftovers.get(table, {}).values()),
+        journal_rows=journal_rows(run, table),
     )
+
+
+def _may_lack_steps(run: Run) -> bool:
+    return any(of.run.incomplete_ranks for of in run.stretches)
 
 
 def _steps(
@@ -120,7 +125,7 @@ def _steps(
     `steps` has no row of a step that a rank was killed in: where that may be, all tables are asked.
     """
     tables = [size.table for size in sizes if size.rows]
-    asked = ["steps"] if "steps" in tables and not run.incomplete_ranks else tables
+    asked = ["steps"] if "steps" in tables and not _may_lack_steps(run) else tables
     if not asked:
         return None, None, 0
     union = " UNION ".join(f"SELECT DISTINCT step FROM {table}" for table in asked)
@@ -166,8 +171,9 @@ def _dropped(run: Run) -> dict[str, int]:
     total = _summed([info.facts for info in run.ranks.values()], "dropped")
     unsaid = sum(
         contents.header["dropped"]
-        for rank, contents in run.journals.items()
-        if not run.ranks[rank].facts.get("dropped")
+        for of in run.stretches
+        for rank, contents in of.run.journals.items()
+        if not of.run.ranks[rank].facts.get("dropped")
     )
     return {**total, "journal full, rank killed": unsaid} if unsaid else total
 

@@ -100,7 +100,7 @@ def sealed_connection(
     Raises BadQuery for a memory limit that DuckDB does not understand.
     """
     try:
-        connection = connect(runs, memory_limit=memory_limit)
+        connection = connect(runs, memory_limit=memory_limit, as_recorded=True)
     except duckdb.ParserException as error:
         raise BadQuery(f"--memory-limit {memory_limit!r}: {_sentence(error)}") from None
     connection.execute(f"SET max_temp_directory_size = '{_SPILL_LIMIT}'")

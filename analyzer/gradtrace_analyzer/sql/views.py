@@ -13,7 +13,8 @@ import os
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import duckdb
@@ -21,8 +22,8 @@ import pyarrow as pa
 
 from gradtrace_analyzer.numerics.tolerance import roundoff_sql
 from gradtrace_analyzer.runs.parts import Part
-from gradtrace_analyzer.runs.run import Run
-from gradtrace_schemas import ALL_TABLES
+from gradtrace_analyzer.runs.run import RankInfo, Run, Stretch
+from gradtrace_schemas import ALL_TABLES, SCHEMA_VERSION
 from gradtrace_schemas.groups import RANKS
 from gradtrace_schemas.table import Column, Table
 
@@ -35,11 +36,16 @@ def connect(
     *,
     memory_limit: str | None = None,
     tables: Sequence[Table] = ALL_TABLES,
+    as_recorded: bool = False,
 ) -> duckdb.DuckDBPyConnection:
     """A connection whose views hold the rows of all runs, told apart by their first column, `run`.
 
     `run` is the directory's name, or more of its path where two would be called the same (`run_names`). Who needs
     few `tables` saves the time of the other views.
+
+    Of attempts that were joined, each rank is one: the numbers and clocks of each attempt go on from those of the one
+    before it, `ranks` has one row of it, and `groups` one of each group. `as_recorded`, all but the steps' numbers is
+    as it lies on disk, told apart by `attempt`.
     """
     connection = _opened(memory_limit)
     names = run_names(runs)
@@ -47,7 +53,9 @@ def connect(
         selects = [
             select
             for number, (run, name) in enumerate(zip(runs, names, strict=True))
-            for select in _selects(connection, run, number, table, f"{text_literal(name)} AS run, ")
+            for select in _selects(
+                connection, run, number, table, f"{text_literal(name)} AS run, ", as_recorded
+            )
         ]
         _create_view(connection, table, table.name, selects, "CAST(NULL AS VARCHAR) AS run, ")
     return connection
@@ -64,7 +72,7 @@ def connect_pair(
     for number, (schema, run) in enumerate((("baseline", baseline), ("candidate", candidate))):
         connection.execute(f"CREATE SCHEMA {schema}")
         for table in ALL_TABLES:
-            selects = list(_selects(connection, run, number, table, ""))
+            selects = list(_selects(connection, run, number, table, "", False))
             _create_view(connection, table, f"{schema}.{table.name}", selects, "")
     return connection
 
@@ -87,7 +95,8 @@ def part_paths(runs: Iterable[Run]) -> list[str]:
     return [
         part.path
         for run in runs
-        for by_rank in run.parts.values()
+        for of in run.stretches
+        for by_rank in of.run.parts.values()
         for parts in by_rank.values()
         for part in parts
     ]
@@ -137,33 +146,141 @@ def usable_cores() -> int:
 
 
 def _selects(
-    connection: duckdb.DuckDBPyConnection, run: Run, number: int, table: Table, prefix: str
-) -> Iterable[str]:
+    connection: duckdb.DuckDBPyConnection,
+    run: Run,
+    number: int,
+    table: Table,
+    prefix: str,
+    as_recorded: bool,
+) -> list[str]:
     """The queries whose union is a run's rows of one table, `prefix` before the table's columns."""
-    columns = prefix + ", ".join(f'"{column.name}"' for column in table.columns)
-    parts = [part for of_rank in run.parts[table.name].values() for part in of_rank]
-    if parts:
-        held = prefix + ", ".join(_held(column, run.schema_version) for column in table.columns)
-        yield f"SELECT {held} FROM {_scan(parts)}"
-    copied = (
-        _ranks_rows(run)
-        if table is RANKS
-        else pa.concat_tables(run.leftovers.get(table.name, {}).values() or [_no_rows(table)])
-    )
-    if len(copied):
-        place = f"{_COPIES}.{table.name}_{number}"
-        connection.register("arriving", copied)
-        connection.execute(f"CREATE TABLE {place} AS FROM arriving")
-        connection.unregister("arriving")
-        yield f"SELECT {columns} FROM {place}"
+    if table is RANKS:
+        told = [of.run for of in run.stretches] if as_recorded else [run]
+        copied = pa.concat_tables([_ranks_rows(of) for of in told])
+        return _copied(connection, copied, f"{table.name}_{number}", prefix + _names(table), "")
+    goes_on = bool(run.history) and not as_recorded
+    found: list[str] = []
+    for place, of in enumerate(run.stretches):
+        going_on = GoingOn(place, clock_shifts(run, of.run)) if goes_on and place else GoingOn()
+        where = "" if of.end is None or not _has_steps(table) else f" WHERE step < {of.end}"
+
+        def columns(version: int, of: Stretch = of, going_on: GoingOn = going_on) -> str:
+            shift = of.run.step_shift
+            return ", ".join(_held(c, version, shift, going_on) for c in table.columns)
+
+        parts = [part for of_rank in of.run.parts[table.name].values() for part in of_rank]
+        if parts:
+            held = columns(of.run.schema_version)
+            found.append(_limited(prefix, f"SELECT {held} FROM {_scan(parts)}", table, where))
+        rows = list(of.run.leftovers.get(table.name, {}).values())
+        if rows:
+            held = columns(SCHEMA_VERSION)
+            named = f"{table.name}_{number}_{place}"
+            [select] = _copied(connection, pa.concat_tables(rows), named, held, "") or [""]
+            found += [_limited(prefix, select, table, where)] if select else []
+    if goes_on and not _has_steps(table) and len(found) > 1:
+        key = ", ".join(f'"{name}"' for name in table.key if name != "attempt")
+        found = [
+            f"SELECT * FROM ({' UNION ALL '.join(found)}) "
+            f"QUALIFY row_number() OVER (PARTITION BY {key} ORDER BY attempt DESC) = 1"
+        ]
+    return found
 
 
-def _held(column: Column, schema_version: int) -> str:
-    """A column of a part, null where a part of that version has none."""
+def _limited(prefix: str, select: str, table: Table, where: str) -> str:
+    """A query of a table's columns with the prefix in front, of those steps alone."""
+    if not prefix and not where:
+        return select
+    return f"SELECT {prefix}{_names(table)} FROM ({select}){where}"
+
+
+def _names(table: Table) -> str:
+    return ", ".join(f'"{column.name}"' for column in table.columns)
+
+
+def _has_steps(table: Table) -> bool:
+    return "step" in table.key
+
+
+def _copied(
+    connection: duckdb.DuckDBPyConnection, rows: pa.Table, name: str, columns: str, where: str
+) -> list[str]:
+    """Rows copied into the connection, as a query for these columns of them; none where there are none."""
+    if not len(rows):
+        return []
+    place = f"{_COPIES}.{name}"
+    connection.register("arriving", rows)
+    connection.execute(f"CREATE TABLE {place} AS FROM arriving")
+    connection.unregister("arriving")
+    return [f"SELECT {columns} FROM {place}{where}"]
+
+
+@dataclass(frozen=True)
+class GoingOn:
+    """How the numbers and clocks of an attempt go on from those of the first of its history.
+
+    `place` counts the attempts before it in the history; `clock_ns` is by rank what is added to its times.
+    """
+
+    place: int = 0
+    clock_ns: Mapping[int, int] = field(default_factory=dict)
+
+    def of(self, name: str) -> str:
+        """What is added to that column, as SQL; nothing where it stays as it is."""
+        if self.place and name in _NUMBERS:
+            return f" + {self.place * _MORE_THAN_AN_ATTEMPT}"
+        if name in CLOCK_COLUMNS and any(self.clock_ns.values()):
+            times = [self.clock_ns.get(rank, 0) for rank in range(max(self.clock_ns) + 1)]
+            return f" + CAST({times} AS BIGINT[])[rank + 1]"
+        return ""
+
+
+# What counts on over all of a recording, and is begun anew by the next attempt.
+_NUMBERS = ("record_index", "collective_seq")
+_MORE_THAN_AN_ATTEMPT = 2**40
+# Moments on a recording's clock, as against stretches of time. `test_views` holds this to the catalogue.
+CLOCK_COLUMNS = (
+    "start_ns",
+    "end_ns",
+    "node_start_ns",
+    "time_ns",
+    "ready_ns",
+    "launched_ns",
+    "done_ns",
+)
+_OF_STEPS = ("step", "call_step")
+_SAME_CLOCK_NS = 60 * 10**9
+
+
+def clock_shifts(history: Run, attempt: Run) -> dict[int, int]:
+    """By rank, what an attempt's times are behind those of the first of its history that has the rank."""
+    found = {}
+    for rank, info in attempt.ranks.items():
+        first = next((o.run for o in history.stretches if rank in o.run.ranks), attempt).ranks[rank]
+        apart = _apart(first, info, "wall_start_ns")
+        if apart is None:
+            continue
+        exact = _apart(first, info, "monotonic_start_ns") if first.host == info.host else None
+        # Another boot of the same host has another clock.
+        is_same = exact is not None and abs(exact - apart) < _SAME_CLOCK_NS
+        found[rank] = exact if exact is not None and is_same else apart
+    return found
+
+
+def _apart(first: RankInfo, second: RankInfo, name: str) -> int | None:
+    a, b = first.facts.get(name), second.facts.get(name)
+    return b - a if isinstance(a, int) and isinstance(b, int) else None
+
+
+def _held(column: Column, schema_version: int, step_shift: int, going_on: GoingOn) -> str:
+    """A column of a part, null where a part of that version has none; as the history goes on."""
     name = f'"{column.name}"'
-    if column.since <= schema_version:
-        return name
-    return f"CAST(NULL AS {_sql_type(column.type)}) AS {name}"
+    if column.since > schema_version:
+        return f"CAST(NULL AS {_sql_type(column.type)}) AS {name}"
+    added = (
+        f" + {step_shift}" if step_shift and column.name in _OF_STEPS else going_on.of(column.name)
+    )
+    return f"CAST({name}{added} AS {_sql_type(column.type)}) AS {name}" if added else name
 
 
 def _scan(parts: Sequence[Part]) -> str:
@@ -194,17 +311,20 @@ def _create_view(
     connection.execute(f"CREATE VIEW {name} AS {' UNION ALL '.join(selects or [empty])}")
 
 
-def _no_rows(table: Table) -> pa.Table:
-    return table.arrow_schema.append(pa.field("rank", pa.int32())).empty_table()
-
-
 def _ranks_rows(run: Run) -> pa.Table:
-    """The table `ranks` of a run, made from the ranks' json."""
+    """The table `ranks` of a run, made from the ranks' json; of a history, with the clocks of its first attempt."""
     columns = {}
     for column in RANKS.columns:
-        values = [info.facts.get(column.name) for info in run.ranks.values()]
+        values = [_of_rank(run, rank, column.name) for rank in run.ranks]
         columns[column.name] = pa.array([_as_column(v, column.type) for v in values], column.type)
     return pa.table(columns)
+
+
+def _of_rank(run: Run, rank: int, name: str) -> object:
+    of = run
+    if run.history and name in ("host", "wall_start_ns", "monotonic_start_ns"):
+        of = next(o.run for o in run.history if rank in o.run.ranks)
+    return of.ranks[rank].facts.get(name)
 
 
 def _as_column(value: object, type: pa.DataType) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import duckdb
 
@@ -12,7 +12,7 @@ from gradtrace_analyzer.words.nouns import other_side
 
 def ignore_rows(
     connection: duckdb.DuckDBPyConnection,
-    torn_ends: Mapping[str, Mapping[int, int]],
+    torn_ends: Mapping[str, Mapping[int, Sequence[int]]],
     *,
     unmatched: bool,
 ) -> None:
@@ -36,8 +36,8 @@ def ignore_rows(
         if not unmatched:
             connection.execute(f"DELETE FROM {name} WHERE only_in IS NOT NULL")
         for side, ends in torn_ends.items():
-            for rank, step in ends.items():
+            for rank, steps in ends.items():
                 connection.execute(
-                    f"DELETE FROM {name} WHERE only_in = ? AND rank = ? AND step = ?",
-                    [other_side(side), rank, step],
+                    f"DELETE FROM {name} WHERE only_in = ? AND rank = ? AND list_contains(?, step)",
+                    [other_side(side), rank, list(steps)],
                 )

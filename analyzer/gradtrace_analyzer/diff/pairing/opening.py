@@ -24,6 +24,7 @@ from gradtrace_analyzer.diff.pairing.pairs import (
     seen,
     within,
 )
+from gradtrace_analyzer.diff.pairing.rows_of_part import RowsOfPart
 from gradtrace_analyzer.diff.pairing.suspect_steps import PROVEN, RankStep, suspect_steps
 from gradtrace_analyzer.diff.pairing.tally import SieveResult, Tally, first_step, steps_of, tallied
 from gradtrace_analyzer.diff.scope.configuration import recorded_alike
@@ -59,6 +60,8 @@ class RunPair:
         if self.are_arranged:
             return []
         run, counts = self.runs[side], self.counts[side]
+        if run.history:
+            return []  # an attempt before the newest was cut off, as a rule
         damaged = {d.part.rank for d in run.damaged}
         return [
             rank
@@ -72,11 +75,13 @@ class RunPair:
             == (run.ranks[rank].facts.get("recorded") or {}).get("steps")
         ]
 
-    def paths(self, side: str, table: str, rank: int) -> list[str]:
-        """Absolute paths of the Parquet parts that hold a rank's rows of a table, in the order in which they were
-        written.
-        """
-        return [part.path for part in self.runs[side].parts[table].get(rank, ())]
+    def parts(self, side: str, table: str, rank: int) -> list[RowsOfPart]:
+        """The Parquet parts that hold a rank's rows of a table, in the order in which they were written."""
+        return [
+            RowsOfPart(part.path, of.run.step_shift, of.end)
+            for of in self.runs[side].stretches
+            for part in of.run.parts[table].get(rank, ())
+        ]
 
 
 class StepOpener:
@@ -274,7 +279,12 @@ class StepOpener:
         for rank, step in self._moved_between():
             moved.setdefault(rank, set()).add(step)
         lower_bound = LowerBound() if self._lower_bound is None else self._lower_bound()
-        by_hand = {r for side in self._reading.runs.values() for r in side.journals}
+        by_hand = {
+            rank
+            for side in self._reading.runs.values()
+            for of in side.stretches
+            for rank in of.run.journals
+        }
         by_hand |= {
             int(rank)
             for ranks in self._unread.values()
@@ -289,8 +299,8 @@ class StepOpener:
                 return SieveResult(rank, [], set(steps[rank]))
             parts = {
                 table.table: (
-                    self._reading.paths("baseline", table.table, rank),
-                    self._reading.paths("candidate", table.table, rank),
+                    self._reading.parts("baseline", table.table, rank),
+                    self._reading.parts("candidate", table.table, rank),
                 )
                 for table in LINK_TABLES
             }

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.diff.pairing.lower_bound import RolePairs, Upstream, beyond_lower_bound
+from gradtrace_analyzer.diff.pairing.rows_of_part import RowsOfPart
 from gradtrace_analyzer.diff.pairing.tally import SieveResult, Tally, joined
 from gradtrace_analyzer.diff.pairing.whereabouts import whereabouts
 from gradtrace_analyzer.numerics.arrays import Side, codes_of, numbers_of, values_of
@@ -44,7 +45,7 @@ _STATISTICS = ("fingerprint", "norm", "nan_count", "inf_count", "numel", "dtype"
 
 def sieved(
     rank: int,
-    parts: Mapping[str, tuple[Sequence[str], Sequence[str]]],
+    parts: Mapping[str, tuple[Sequence[RowsOfPart], Sequence[RowsOfPart]]],
     steps: frozenset[int],
     lower_bound: LowerBound,
     moved: frozenset[int] = frozenset(),
@@ -89,10 +90,12 @@ def _columns(table: LinkTable) -> list[str]:
 
 
 def _blocks(
-    table: LinkTable, sides: tuple[Sequence[str], Sequence[str]], steps: frozenset[int]
+    table: LinkTable,
+    sides: tuple[Sequence[RowsOfPart], Sequence[RowsOfPart]],
+    steps: frozenset[int],
 ) -> Iterator[tuple[set[int], tuple[pa.Table, pa.Table] | None]]:
     """Both sides' rows of the same whole steps, in turn; without rows where their numbers are not the same."""
-    readers = [_whole_steps(table, paths, steps) for paths in sides]
+    readers = [_whole_steps(table, parts, steps) for parts in sides]
     held: list[pa.Table | None] = [next(reader, None) for reader in readers]
     while held[0] is not None or held[1] is not None:
         a, b = held
@@ -128,22 +131,22 @@ def _same_steps(
 
 
 def _whole_steps(
-    table: LinkTable, paths: Sequence[str], steps: frozenset[int]
+    table: LinkTable, parts: Sequence[RowsOfPart], steps: frozenset[int]
 ) -> Iterator[pa.Table]:
-    """The rows of these steps, in tables that end where a step does; steps go up within a rank's parts."""
+    """The rows of these steps, in tables that end where a step does; steps go up within what is read of a rank."""
     columns, kinds = _columns(table), table.kinds
     types = TABLES[table.table].arrow_schema
     texts = [name for name in columns if pa.types.is_string(types.field(name).type)]
     rest: pa.Table | None = None
-    for path in paths:
-        with pq.ParquetFile(path, read_dictionary=texts) as file:
+    for part in parts:
+        with pq.ParquetFile(part.path, read_dictionary=texts) as file:
             held = file.schema_arrow.names
             names = [name for name in columns if name in held]
             groups = [
                 number
                 for number in range(file.num_row_groups)
                 if (bounds := _bounds(file.metadata.row_group(number))) is None
-                or any(bounds[0] <= step <= bounds[1] for step in steps)
+                or any(part.may_hold(*bounds, step) for step in steps)
             ]
             for batch in file.iter_batches(_ROWS_AT_ONCE, groups, names, use_threads=False):
                 rows = pa.Table.from_batches([batch])
@@ -151,11 +154,15 @@ def _whole_steps(
                     rows = _of_kinds(rows, kinds)
                     if not len(rows):
                         continue
+                rows = _renumbered(rows, part)
+                if not len(rows):
+                    continue
                 numbers = numbers_of(rows, "step")
                 if rest is not None:
                     # The step that the last row group ended in: the only rows that are copied.
                     head = int(np.searchsorted(numbers, numbers_of(rest, "step")[0], side="right"))
-                    rest = pa.concat_tables([rest, rows.slice(0, head)]).combine_chunks()
+                    if head:
+                        rest = pa.concat_tables([rest, rows.slice(0, head)]).combine_chunks()
                     rows, numbers = rows.slice(head), numbers[head:]
                     if not len(rows):
                         continue
@@ -166,6 +173,16 @@ def _whole_steps(
                     yield from _chosen(rows.slice(0, start), steps)
     if rest is not None:
         yield from _chosen(rest, steps)
+
+
+def _renumbered(rows: pa.Table, part: RowsOfPart) -> pa.Table:
+    """The rows that are read, with the numbers under which their steps are."""
+    if not part.step_shift and part.end is None:
+        return rows
+    numbers = numbers_of(rows, "step") + part.step_shift
+    place = rows.column_names.index("step")
+    renumbered = rows.set_column(place, "step", pa.array(numbers.astype(np.int32)))
+    return renumbered if part.end is None else renumbered.filter(pa.array(numbers < part.end))
 
 
 def _of_kinds(rows: pa.Table, kinds: Sequence[str]) -> pa.Table:

@@ -11,8 +11,9 @@ import duckdb
 from gradtrace_analyzer.diff.links import TABLE_NAMES
 from gradtrace_analyzer.diff.scope.selection import Selection
 from gradtrace_analyzer.diff.scope.stages import Stages
+from gradtrace_analyzer.diff.scope.step_alignment import StepAlignment
 from gradtrace_analyzer.runs.run import Run
-from gradtrace_analyzer.sql.footers import Counts
+from gradtrace_analyzer.sql.footers import Counts, attempt_counts
 from gradtrace_analyzer.words.nouns import other_side
 from gradtrace_analyzer.words.numbers import noun, ranks_phrase, spans
 
@@ -41,6 +42,12 @@ class Cover:
     stages: Mapping[int, int] = field(default_factory=dict)
     world_size: int = 1
     selection: Selection = field(default_factory=Selection)
+    alignment: StepAlignment | None = None
+
+    @property
+    def step_offset(self) -> int:
+        """How much higher the candidate's steps are numbered here than by itself."""
+        return 0 if self.alignment is None else self.alignment.offset
 
     @property
     def by_stage(self) -> bool:
@@ -105,6 +112,7 @@ def cover_of(
     unread: Mapping[str, Sequence[tuple[str, int]]],
     stages: Stages | None = None,
     chosen: Selection | None = None,
+    alignment: StepAlignment | None = None,
 ) -> Cover:
     """The cover of a comparison of these ranks.
 
@@ -149,6 +157,7 @@ def cover_of(
         stages={} if stages is None else stages.ranks["candidate"],
         world_size=max((run.world_size or 1 for run in runs.values()), default=1),
         selection=wanted,
+        alignment=alignment,
         has_fingerprints=all(setting(run, "summary") in ("full", None) for run in runs.values()),
     )
 
@@ -187,24 +196,39 @@ def problems_of(run: Run) -> list[str]:
     ]
 
 
-def torn_ends(connection: duckdb.DuckDBPyConnection, side: str, run: Run) -> dict[int, int]:
-    """The last step that each rank reached which did not end its recording."""
-    found = {}
-    for rank in run.incomplete_ranks:
-        row = connection.execute(
-            f"SELECT max(step) FROM (SELECT step FROM {side}.parameters WHERE rank = ? UNION ALL "
-            f"SELECT step FROM {side}.module_calls WHERE rank = ? UNION ALL "
-            f"SELECT step FROM {side}.node_events WHERE rank = ? UNION ALL "
-            f"SELECT step FROM {side}.backward_passes WHERE rank = ?)",
-            [rank] * 4,
-        ).fetchone()
-        if row is not None and row[0] is not None:
-            found[rank] = row[0]
+def torn_ends(
+    connection: duckdb.DuckDBPyConnection, side: str, run: Run
+) -> dict[int, tuple[int, ...]]:
+    """The last step that each rank reached which did not end its recording, in each attempt of which it is read."""
+    found: dict[int, tuple[int, ...]] = {}
+    tables = ("parameters", "module_calls", "node_events", "backward_passes")
+    union = " UNION ALL ".join(
+        f"SELECT step FROM {side}.{table} WHERE rank = $rank AND attempt = $attempt"
+        for table in tables
+    )
+    for of in run.stretches:
+        for rank in of.run.incomplete_ranks if of.reads_last else ():
+            row = connection.execute(
+                f"SELECT max(step) FROM ({union})", {"rank": rank, "attempt": of.run.attempt}
+            ).fetchone()
+            if row is not None and row[0] is not None:
+                found[rank] = (*found.get(rank, ()), row[0])
     return found
 
 
+def lost_in(connection: duckdb.DuckDBPyConnection, run: Run) -> list[tuple[str, int]]:
+    """The `lost_rows` of all attempts that are read."""
+    return sorted(
+        {
+            place
+            for of in run.stretches
+            for place in lost_rows(of.run, attempt_counts(connection, of.run))
+        }
+    )
+
+
 def lost_rows(run: Run, counts: Counts) -> list[tuple[str, int]]:
-    """(table, rank) of which rows that were recorded are not there any more: lost or damaged parts."""
+    """(table, rank) of which rows that one attempt recorded are not there any more: lost or damaged parts."""
     found = {(d.part.table, d.part.rank) for d in run.damaged}
     for table in TABLE_NAMES:
         for rank, info in run.ranks.items():

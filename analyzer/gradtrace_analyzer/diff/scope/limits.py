@@ -39,7 +39,8 @@ def nothing_to_compare(
             )
         return (
             f"no step was recorded on both sides: {held(own['baseline'], 'step')} against "
-            f"{held(own['candidate'], 'step')} (GRADTRACE_STEP_OFFSET shifts a resumed job's; GRADTRACE_STEPS chooses)"
+            f"{held(own['candidate'], 'step')} (GRADTRACE_STEP_OFFSET shifts a resumed job's, "
+            "--align-steps what is recorded already; GRADTRACE_STEPS chooses)"
         )
     if not cover.selection.is_all and not any(cover.rows.values()):
         return f"nothing that both recorded is of {cover.selection.phrase}"

@@ -12,7 +12,7 @@ from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from gradtrace_analyzer.reports.diff.inheritance import chain_objects, reached_object
 from gradtrace_analyzer.reports.diff.structure import compiled_lines, naming_lines
-from gradtrace_analyzer.reports.diff.text import explanation
+from gradtrace_analyzer.reports.diff.text import explanation, notes
 
 
 def as_object(answer: Answer) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def as_object(answer: Answer) -> dict[str, Any]:
         "explanation": " ".join(
             (
                 explanation(answer),
-                *answer.notes,
+                *notes(answer),
                 *compiled_lines(answer.structure),
                 *naming_lines(answer),
             )
@@ -164,6 +164,7 @@ def _cover_object(cover: Cover) -> dict[str, Any]:
         "unsummarised": {s: dict(r) for s, r in cover.unsummarised.items()},
         "unread": {s: [{"table": t, "rank": r} for t, r in p] for s, p in cover.unread.items()},
         "asked_for": cover.selection.phrase or None,
+        "step_alignment": None if cover.alignment is None else asdict(cover.alignment),
         "flights": {s: list(steps) for s, steps in cover.flights.items()},
         "filters": {s: dict(r) for s, r in cover.filters.items()},
     }

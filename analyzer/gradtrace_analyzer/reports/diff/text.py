@@ -17,6 +17,7 @@ from gradtrace_analyzer.reports.diff.inheritance import (
     inheritance_lines,
     reached_sentence,
 )
+from gradtrace_analyzer.reports.diff.numbering import numbering_sentence, with_both_numbers
 from gradtrace_analyzer.reports.diff.origins import (
     failure_clause,
     length_words,
@@ -40,6 +41,10 @@ from gradtrace_analyzer.words.numbers import ranks_phrase, stages_phrase, told_a
 
 def explanation(answer: Answer) -> str:
     """The answer in a sentence or a few, as a colleague would say it: verdict, origin, and what follows from it."""
+    return with_both_numbers(_explanation(answer), answer.cover)
+
+
+def _explanation(answer: Answer) -> str:
     cover = answer.cover
     if answer.verdict == "incomparable":
         said = f"Cannot tell: {answer.reason}."
@@ -140,6 +145,14 @@ def _explained(change: Change, answer: Answer) -> str:
     return f"rounding explains up to {change.tolerance:.1e}{rule}"
 
 
+def notes(answer: Answer) -> Iterator[str]:
+    """What a person should know beside the explanation, a sentence each."""
+    numbering = numbering_sentence(answer.cover)
+    if numbering is not None:
+        yield numbering
+    yield from (with_both_numbers(note, answer.cover) for note in answer.notes)
+
+
 def lines(answer: Answer, names: tuple[str, str], top: int | None = None) -> Iterator[str]:
     """The answer for a terminal; its lists are no longer than `top`."""
     yield f"{answer.verdict.replace('_', ' ')}: {names[0]} (baseline) and {names[1]} (candidate)"
@@ -148,7 +161,7 @@ def lines(answer: Answer, names: tuple[str, str], top: int | None = None) -> Ite
         yield from configuration_lines(answer.configuration)
     yield ""
     yield explanation(answer)
-    yield from answer.notes
+    yield from notes(answer)
     yield from compiled_lines(answer.structure)
     yield from naming_lines(answer)
     if answer.origins and answer.origins[0].change is not None:
@@ -175,8 +188,11 @@ def lines(answer: Answer, names: tuple[str, str], top: int | None = None) -> Ite
         yield ""
         yield from chain_lines(answer)
     yield ""
-    yield f"Compared: {compared(answer.cover)}"
-    yield from caveats(answer.cover, are_summed=answer.sums is not None)
+    said = (
+        f"Compared: {compared(answer.cover)}",
+        *caveats(answer.cover, are_summed=answer.sums is not None),
+    )
+    yield from (with_both_numbers(line, answer.cover) for line in said)
 
 
 def _inheritance(answer: Answer) -> str:

@@ -76,18 +76,18 @@ def test_what_one_side_alone_has_counts_for_nothing_where_they_were_asked_differ
     ("ends", "kept"),
     [
         (
-            {"candidate": {1: 1}},
+            {"candidate": {1: [1]}},
             [(0, 0), (0, 1), (1, 0)],
         ),  # it was cut off there: the rest is missing
-        ({"candidate": {0: 0, 1: 1}}, [(0, 1), (1, 0)]),
+        ({"candidate": {0: [0], 1: [1]}}, [(0, 1), (1, 0)]),
         (
-            {"baseline": {1: 1}},
+            {"baseline": {1: [1]}},
             [(0, 0), (0, 1), (1, 0), (1, 1)],
         ),  # what it does have is no less there
     ],
 )
 def test_what_is_missing_at_the_torn_end_of_a_side_is_no_difference(
-    ends: dict[str, dict[int, int]],
+    ends: dict[str, dict[int, list[int]]],
     kept: list[tuple[int, int]],
     pairs: duckdb.DuckDBPyConnection,
 ) -> None:

@@ -76,8 +76,8 @@ def exceeding(a: Path, b: Path, scale: float) -> tuple[set[Place], set[Place]]:
                 }
         parts = {
             table.table: (
-                reading.paths("baseline", table.table, 0),
-                reading.paths("candidate", table.table, 0),
+                reading.parts("baseline", table.table, 0),
+                reading.parts("candidate", table.table, 0),
             )
             for table in LINK_TABLES
         }

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gradtrace_analyzer.diff.pairing.rows_of_part import RowsOfPart
 from gradtrace_analyzer.diff.pairing.sieve import sieved
 from gradtrace_analyzer.diff.pairing.tally import SieveResult
 from gradtrace_analyzer.numerics.tolerance import LowerBound
@@ -34,7 +35,7 @@ def sift(
 ) -> SieveResult:
     """What is found in these parts of one rank's table."""
     paths = tuple(
-        [str(add_part(folder / side, table, rows)) for rows in parts]
+        [RowsOfPart(str(add_part(folder / side, table, rows))) for rows in parts]
         for side, parts in (("a", baseline), ("b", candidate))
     )
     parts: Mapping[str, Any] = {table: paths}
@@ -111,7 +112,7 @@ def test_step_that_does_not_pair_in_one_table_is_counted_in_none(tmp_path: Path)
     calls = [call(0, 4.0), call(1, 4.0)]
     paths: dict[str, Any] = {
         table: tuple(
-            [str(add_part(tmp_path / side, table, rows))]
+            [RowsOfPart(str(add_part(tmp_path / side, table, rows)))]
             for side, rows in zip("ab", both, strict=True)
         )
         for table, both in (("gradients", (gradients, others)), ("module_calls", (calls, calls[:1])))
@@ -150,3 +151,22 @@ def test_actions_of_other_kinds_or_under_way_are_left_out(tmp_path: Path) -> Non
     b = [action("forward", 1.0), action("wait", 2.0), action("backward_full", 2.0, None)]
     found = sift(tmp_path, [a], [b], table="stage_events")
     assert found.tallies == [] and not found.unpaired
+
+
+def test_steps_of_a_part_are_numbered_and_left_out_as_it_is_read(tmp_path: Path) -> None:
+    """The candidate is two attempts: the second counted from 0 and took over with step 2."""
+
+    def part(side: str, *norms: float) -> str:
+        rows = [call(step, norm) for step, norm in enumerate(norms)]
+        return str(add_part(tmp_path / side, "module_calls", rows))
+
+    sides = [
+        [RowsOfPart(part("a", 4.0, 4.0, 4.0, 4.0))],
+        [
+            RowsOfPart(part("b", 4.0, 4.0, 9.0), end=2),
+            RowsOfPart(part("b", 4.0, 5.0), step_shift=2),
+        ],
+    ]
+    parts: Mapping[str, Any] = {"module_calls": tuple(sides)}
+    found = sieved(3, parts, frozenset(range(4)), LowerBound(1.0))
+    assert not found.unpaired and set(counted(found)) == {3}

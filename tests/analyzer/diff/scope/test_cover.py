@@ -205,7 +205,7 @@ def test_rank_that_did_not_close_ends_with_the_last_step_of_any_of_its_rows() ->
         "module_calls": [{"root": 0, "module_fqn": "", "phase": "forward", "step": 9, "rank": 1}],
     }  # fmt: skip
     run = run_of(range(3), unclosed=(0, 2))
-    assert torn_ends(views(rows), "baseline", run) == {0: 2}  # rank 2 has no row at all
+    assert torn_ends(views(rows), "baseline", run) == {0: (2,)}  # rank 2 has no row at all
 
 
 def part(table: str, rank: int) -> Part:
