@@ -125,9 +125,11 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _address(tensor: torch.Tensor) -> int:
+    if type(tensor) not in _PLAIN:  # a fake tensor warns when it is asked
+        return 0
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # no memory of its own: sparse, or a subclass
+    except RuntimeError:  # no memory of its own: sparse, or wrapped by a transform
         return 0
 
 
