@@ -13,8 +13,8 @@ import warnings
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 
-import torch
-from torch import nn
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
 
 KIND, OUT = sys.argv[1:3]
 CHECKPOINTS = sys.argv[3] if len(sys.argv) > 3 else None
@@ -135,6 +135,7 @@ def accelerate():
 def deepspeed():
     import deepspeed
 
+    deepspeed.ops.__compatible_ops__.clear()  # else it compiles some, for minutes
     place = f"file://{os.path.abspath(OUT)}.store"
     torch.distributed.init_process_group("gloo", init_method=place, rank=0, world_size=1)
     os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -156,7 +157,9 @@ def deepspeed():
     return model
 
 
-jobs = dict(hf=hf, lightning=lightning, manual=lightning, accelerate=accelerate, deepspeed=deepspeed)
+jobs = dict(
+    hf=hf, lightning=lightning, manual=lightning, accelerate=accelerate, deepspeed=deepspeed
+)
 trained = jobs[KIND]()
 told = hashlib.sha256(repr(losses).encode())
 for parameter in trained.parameters():
