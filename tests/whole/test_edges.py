@@ -156,6 +156,16 @@ print(len(calls) > 1, gc.isenabled(), warnings.filters == filters)
 net.zero_grad(); net(x).sum().backward(); print(bits(net))
 """
 
+DESTROYED = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+net = nn.parallel.DistributedDataParallel(small())
+loss = net(x).sum()
+dist.destroy_process_group()
+loss.backward()
+print(bits(net))
+"""
+
 FRAMES = """
 net = small()
 def down(n, function): return function() if n == 0 else down(n - 1, function)
@@ -225,6 +235,7 @@ EDGES: list[Any] = [
     pytest.param(OWN_NAMES, 0, id="names of torch's of the job's own"),
     pytest.param(LARGE, 0, id="numbers near the largest"),
     pytest.param(THREADS, 0, id="threads are counted and profiled"),
+    pytest.param(DESTROYED, 0, id="process group is gone before the pass"),
     pytest.param(OTHERS, 0, id="engine of the job's own, alarms, no collector"),
 ]
 
