@@ -106,6 +106,37 @@ def reference(folder: Path) -> None:
     assert ran("reference", "--check") == ""
 
 
+TORCHS_TESTS = """
+import sys, unittest, torch
+class TestSmall(unittest.TestCase):
+    def test_trains(self):
+        torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+    def test_counts_hooks(self):
+        self.assertEqual(len(torch.nn.modules.module._global_forward_hooks), 0)
+    def test_sees_us(self):
+        self.test_trains()
+        self.assertNotIn("gradtrace_recorder.session", sys.modules)
+    @unittest.skip("as torch does")
+    def test_skipped(self): pass
+"""
+
+
+def torch_tests(folder: Path) -> None:
+    """A file of tests of which one trains, one may end otherwise, and one may not."""
+    (folder / "test").mkdir()
+    (folder / "test" / "test_small.py").write_text(TORCHS_TESTS)
+    asked = ("torch-tests", folder, "--files", "test_*.py", "--observers", "python", "--tests")
+    assert ran(*asked, "trains or hooks or skipped").splitlines() == [
+        "test_small.py: 2 passed, 1 skipped; 1 differ",
+        "  TestSmall::test_counts_hooks: bare passed, python failed "
+        "(it may: it counts or replaces torch's global hooks, of which some are ours)",
+    ]
+    assert ran(*asked, "sees", code=1).splitlines() == [
+        "test_small.py: 1 passed; 1 differ",
+        "  TestSmall::test_sees_us: bare passed, python failed",
+    ]
+
+
 def its_tests(folder: Path) -> None:
     """With its arguments, which choose one quick file."""
     assert " passed" in ran("test", "-p", "no:cacheprovider", "tests/support_tests/test_index.py")
@@ -123,8 +154,9 @@ SMOKE: dict[str, Callable[[Path], None]] = {
     "reference": reference,
     "rejudge": rejudge,
     "test": its_tests,
+    "torch-tests": torch_tests,
 }
-SLOW = {"accuracy", "bench", "demo", "kills", "rejudge"}
+SLOW = {"accuracy", "bench", "demo", "kills", "rejudge", "torch-tests"}
 
 
 def test_every_script_is_run_by_a_test() -> None:

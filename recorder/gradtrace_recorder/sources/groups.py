@@ -30,8 +30,8 @@ class Groups:
         if len(groups) == len(self._written):
             return
         for group, name in list(groups.items()):
-            if name not in self._written and dist.get_rank(group) >= 0:
-                texts = (name, _ranks(group), _backend(group), _role(group))
+            texts = None if name in self._written else _texts(group, name, _role(group))
+            if texts is not None:
                 recording.rows.group(*texts, None, None, None, None)
             self._written.add(name)
 
@@ -45,8 +45,9 @@ def write_reducing_module(
     unobserved: str | None,
 ) -> None:
     """The row of a module whose gradients are reduced over a group: so the group is one of data parallelism."""
-    texts = (group.group_name, _ranks(group), _backend(group), "dp")
-    recording.rows.group(*texts, root, module_fqn, hook_name, unobserved)
+    texts = _texts(group, group.group_name, "dp")
+    if texts is not None:
+        recording.rows.group(*texts, root, module_fqn, hook_name, unobserved)
 
 
 def collective_seq(group: Any) -> int | None:
@@ -57,12 +58,23 @@ def collective_seq(group: Any) -> int | None:
         return None
 
 
-def _ranks(group: Any) -> str:
-    return json.dumps(dist.get_process_group_ranks(group))
-
-
-def _backend(group: Any) -> str:
-    return str(dist.get_backend(group))
+def _texts(group: Any, name: str, role: str | None) -> tuple[str, str, str, str | None] | None:
+    """Name, ranks, backend and role; None where this rank is none of it, or the job has destroyed it meanwhile."""
+    try:
+        if dist.get_rank(group) < 0:
+            return None
+        return (
+            name,
+            json.dumps(dist.get_process_group_ranks(group)),
+            str(dist.get_backend(group)),
+            role,
+        )
+    except (
+        KeyError,
+        RuntimeError,
+        ValueError,
+    ):  # all three are what torch says of a group that is gone (2.13)
+        return None
 
 
 def _role(group: Any) -> str | None:
