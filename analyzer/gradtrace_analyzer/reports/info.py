@@ -93,6 +93,7 @@ def info_object(name: str, held: Inventory) -> dict[str, Any]:
         "problems": held.problems,
         "observers": held.observers,
         "left_to_python": held.left_to_python,
+        "launcher": {name: held.launchers.get(name, ()) for name in ("kind", "found_by")},
         "recorder_share": held.recorder_share,
         "notices": run.notices,
     }
@@ -111,6 +112,7 @@ def _facts(held: Inventory) -> Iterator[tuple[str, str]]:
     yield "hosts", ", ".join(held.hosts)
     yield "device", ", ".join(held.devices)
     yield "ranks", _ranks(held)
+    yield "launcher", _launcher(held)
     yield "steps", _steps(held)
     yield "recorded", _choices(held.settings)
     yield "flight", _flight(held)
@@ -135,6 +137,25 @@ def _ranks(held: Inventory) -> str:
         said += f"; missing: {spans(run.missing_ranks)}"
     if run.incomplete_ranks:
         said += f"; not closed (killed, or running): {spans(run.incomplete_ranks)}"
+    return said
+
+
+# How the ranks of one start found each other, as the recorder says it and as a person would.
+_FOUND_BY = {
+    "store": "the process group's store",
+    "ids": "the launcher's ids",
+    "address": "MASTER_ADDR and MASTER_PORT",
+    "parent": "the process that started them",
+    "world": "the world's size and the time",
+}
+
+
+def _launcher(held: Inventory) -> str:
+    kinds = [kind for kind in held.launchers.get("kind", ()) if kind != "none"]
+    ways = [_FOUND_BY[way] for way in held.launchers.get("found_by", ()) if way in _FOUND_BY]
+    said = " and ".join(kinds)
+    if ways:
+        said += f"{'; ' if said else ''}its ranks found each other by {', or '.join(ways)}"
     return said
 
 
