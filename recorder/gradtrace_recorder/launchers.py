@@ -125,7 +125,7 @@ def _rank(
     if child is not None:
         return child.index, None, child.index, "child"
     rank = _number(environment, "RANK")
-    return rank or 0, _number(environment, "WORLD_SIZE") or 1, local, "variables"
+    return rank or 0, None if rank else 1, local, "variables"
 
 
 def _key(
