@@ -98,21 +98,55 @@ def launched(
     return bits(out)
 
 
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+# The bits of a script do not depend on its launcher: each is run bare once, by one that is quick.
+QUICK = {
+    "launched": PROGRAMS["fork"][0],
+    "launched_lightning": PROGRAMS["lightning-ddp-notebook"][0],
+    "launched_accelerate": PROGRAMS["accelerate-notebook"][0],
+}
+
+
+class References:
+    """By script, the bits that it leaves unrecorded, and its recording under that launcher."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._bits: dict[str, dict[int, str]] = {}
+
+    def of(self, script: str, group: str) -> tuple[dict[int, str], Path]:
+        """(bits by rank, a run)."""
+        name = f"{script}-{group}"
+        folder = self._folder / name
+        if name not in self._bits:
+            folder.mkdir()
+            command = QUICK[script]
+            if group == "none":
+                command = PROGRAMS["fork-without-a-group"][0]
+            self._bits[name] = launched(command, folder, None, env=ENVIRONMENT)
+            assert launched(command, folder, "run", env=ENVIRONMENT) == self._bits[name]
+        return self._bits[name], folder / "run"
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("references"))
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_ranks_of_a_launcher_are_one_attempt(tmp_path: Path, program: str) -> None:
+def test_ranks_of_a_launcher_are_one_attempt(
+    tmp_path: Path, program: str, references: References
+) -> None:
     command, kind, found_by = PROGRAMS[program]
-    env = {"CUDA_VISIBLE_DEVICES": ""}
     for name in ("lightning", "accelerate", "deepspeed"):
         if program.startswith(name):
             pytest.importorskip(name)
-    if program.startswith("deepspeed"):
-        env |= {"DS_ACCELERATOR": "cpu"}
-    bare = launched(command, tmp_path, None, env=env)
+    script = next(part.stem for part in command if isinstance(part, Path) and part.suffix == ".py")
+    bare, reference = references.of(script, "none" if "none" in command else "group")
     assert len(bare) == 2
-    assert [launched(command, tmp_path, name, env=env) for name in ("a", "b")] == [bare, bare]
-    for name in ("a", "b"):
-        is_one_attempt(tmp_path / name, kind, found_by)
-    must_be_equal(tmp_path / "a", tmp_path / "b")
+    assert launched(command, tmp_path, "run", env=ENVIRONMENT) == bare
+    is_one_attempt(tmp_path / "run", kind, found_by)
+    must_be_equal(reference, tmp_path / "run")
 
 
 def test_two_agents_of_torchrun_are_one_attempt(tmp_path: Path) -> None:
