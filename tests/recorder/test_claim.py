@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from gradtrace_recorder import claim as claims
 from gradtrace_recorder.claim import claim_place
@@ -27,7 +26,7 @@ def rank(
     key: str = "address/10.0.0.1/29500",
     how: How = "address",
     *,
-    size: int | None = 2,
+    size: int | None = 3,
     is_certain: bool = False,
     parent: str = "shell",
 ) -> Identity:
@@ -104,24 +103,23 @@ def test_processes_of_no_start_are_attempts_of_their_own(tmp_path: Path) -> None
     assert attempts(tmp_path, *[rank(0, "process 1", "alone", size=1)] * 2) == [0, 1]
 
 
-def test_ranks_that_come_at_the_same_moment_meet(tmp_path: Path) -> None:
-    """Real processes, all of which see an empty directory at first."""
-    code = (
-        "import sys, time; sys.path.insert(0, sys.argv[2]); import test_claim as t, pathlib\n"
-        "time.sleep(max(0, float(sys.argv[4]) - time.time()))\n"
-        "print(t.attempts(pathlib.Path(sys.argv[1]), t.rank(int(sys.argv[3]), size=3))[0])"
-    )
-    here = str(Path(__file__).parent)
-    at = str(time.time() + 8)
-    began = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), here, str(number), at],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(3)
-    ]
-    assert [process.communicate(timeout=60)[0] for process in began] == ["0\n"] * 3
+def test_ranks_that_come_at_the_same_moment_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each opens an attempt after another has looked and found none."""
+    looks = claims._joinable
+    waiting = [rank(1), rank(2)]
+
+    def slow(run: Path, identity: Identity, *more: Any) -> tuple[int, str] | None:
+        found = looks(run, identity, *more)
+        if waiting:
+            met.append(claim_place(run, waiting.pop(), {}).attempt)
+        return found
+
+    met: list[int] = []
+    monkeypatch.setattr(claims, "_joinable", slow)
+    met += attempts(tmp_path, rank(0))
+    assert met == [0, 0, 0]
 
 
 def test_rank_with_no_answer_from_the_store_goes_by_what_else_it_knows(
@@ -135,6 +133,36 @@ def test_rank_with_no_answer_from_the_store_goes_by_what_else_it_knows(
     monkeypatch.setattr(claims, "group_store", Dead)
     claimed = claim_place(tmp_path, rank(1), {})
     assert (claimed.attempt, claimed.found_by) == (0, "address")
+
+
+def test_store_alone_tells_jobs_apart_and_starts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs of containers whose addresses are called alike, at once; their ranks may call them otherwise, too."""
+    stores = {"one": HashStore(), "two": HashStore()}
+
+    def attempt(job: str, number: int, key: str = "address/trainer-0/29500") -> int:
+        monkeypatch.setattr(claims, "group_store", lambda: stores[job])
+        return claim_place(tmp_path, rank(number, key), {}).attempt
+
+    assert [attempt("one", 0), attempt("two", 1), attempt("one", 1), attempt("two", 0)] == [
+        0,
+        1,
+        0,
+        1,
+    ]
+    assert attempt("one", 2, "address/10.0.0.1/29500") == 0
+    # The store outlives the ranks, where an agent keeps it: those that are there already begin the next start.
+    assert [attempt("one", 1), attempt("one", 0), attempt("two", 0)] == [2, 2, 3]
+
+
+def test_rank_that_has_a_store_finds_those_that_came_before_it_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert attempts(tmp_path, rank(0)) == [0]
+    store = HashStore()
+    monkeypatch.setattr(claims, "group_store", lambda: store)
+    assert attempts(tmp_path, rank(2), rank(1, "address/otherwise/29500")) == [0, 0]
 
 
 VARIABLES: dict[str, tuple[dict[str, str], tuple[str, int, int | None, How]]] = {

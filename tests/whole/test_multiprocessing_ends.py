@@ -8,6 +8,7 @@ import pytest
 
 from gradtrace_analyzer.failures.endings import endings
 from gradtrace_analyzer.runs.run import open_run
+from support.answers.commands import told
 from support.launching.launcher import run_job
 
 ENDS = """
@@ -30,6 +31,8 @@ def train(rank, how):
         raise ValueError("no luck")
     if how == "exit" and rank == 1:
         sys.exit(3)
+    if how == "os._exit" and rank == 1:
+        os._exit(0)
 if __name__ == "__main__":
     method, how = sys.argv[1:]
     if how == "plain":
@@ -68,3 +71,13 @@ def test_child_that_ends_closes_its_recording(tmp_path: Path, how: str, method: 
     assert [run.ranks[r].facts["recorded"]["backward_passes"] for r in ranks] == [passes] * len(
         ranks
     )
+
+
+@pytest.mark.slow
+def test_child_that_ends_by_os_exit_is_told_from_one_that_runs(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(ENDS)
+    run_job(script, "fork", "os._exit", recorded=tmp_path / "run").must_succeed()
+    code, said = told("info", tmp_path / "run")
+    assert code == 0
+    assert "0-1 of ?; not closed (its process is gone): 1" in said

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.runs.flight import shortened_count, trigger_lines
+from gradtrace_analyzer.runs.last_seen import last_seen
 from gradtrace_analyzer.sql.inventory import Inventory
 from gradtrace_analyzer.words.numbers import bytes_text, counted, counts_phrase, spans
 
@@ -130,13 +131,27 @@ def _facts(held: Inventory) -> Iterator[tuple[str, str]]:
     yield "not run again", counts_phrase(held.replay_skipped)
 
 
+# Of ranks that did not close their recording, by what can be told of their processes.
+_NOT_CLOSED = {
+    ("alive",): "still running",
+    ("dead",): "not closed (its process is gone)",
+    ("silent", ""): "not closed (killed, or running)",
+}
+
+
 def _ranks(held: Inventory) -> str:
     run = held.run
     said = f"{spans(run.ranks) or 'none'} of {'?' if run.world_size is None else run.world_size}"
     if run.missing_ranks:
         said += f"; missing: {spans(run.missing_ranks)}"
-    if run.incomplete_ranks:
-        said += f"; not closed (killed, or running): {spans(run.incomplete_ranks)}"
+    by_life: dict[str, list[int]] = {}
+    for rank in run.incomplete_ranks:
+        seen = last_seen(run, rank)
+        by_life.setdefault("" if seen is None else seen.life, []).append(rank)
+    for life, words in _NOT_CLOSED.items():
+        ranks = [rank for told in life for rank in by_life.get(told, ())]
+        if ranks:
+            said += f"; {words}: {spans(sorted(ranks))}"
     return said
 
 
