@@ -110,8 +110,8 @@ def test_ranks_that_come_at_the_same_moment_meet(
     looks = claims._joinable
     waiting = [rank(1), rank(2)]
 
-    def slow(run: Path, identity: Identity, *more: Any) -> tuple[int, str] | None:
-        found = looks(run, identity, *more)
+    def slow(run: Path, identity: Identity, *more: Any, has_store: bool) -> tuple[int, str] | None:
+        found = looks(run, identity, *more, has_store=has_store)
         if waiting:
             met.append(claim_place(run, waiting.pop(), {}).attempt)
         return found

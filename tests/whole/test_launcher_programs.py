@@ -66,7 +66,7 @@ PROGRAMS = {
         "ids",
     ),
     "accelerate-notebook": (
-        [PYTHON, JOBS / "launched_accelerate.py", "OUT", "notebook"],
+        [PYTHON, JOBS / "launched_accelerate.py", "OUT", "notebook", "PORT"],
         "elastic_launch (fork)",
         "store",
     ),

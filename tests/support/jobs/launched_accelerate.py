@@ -1,4 +1,4 @@
-"""A small training under Accelerate; leaves each rank's bits. `launched_accelerate.py OUT [notebook]`."""
+"""A small training under Accelerate; leaves each rank's bits. `launched_accelerate.py OUT [notebook PORT]`."""
 
 import sys
 import time
@@ -25,9 +25,9 @@ def train(out):
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["notebook"]:
+    if len(sys.argv) > 2:
         from accelerate import notebook_launcher
 
-        notebook_launcher(train, (sys.argv[1],), num_processes=2, use_port="0")
+        notebook_launcher(train, (sys.argv[1],), num_processes=2, use_port=sys.argv[3])
     else:
         train(sys.argv[1])
