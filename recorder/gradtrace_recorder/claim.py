@@ -136,9 +136,8 @@ def claim_place(run: Path, identity: Identity, about: dict[str, Any]) -> Claim:
     known: set[int] = set()
     generation = 0
     for _ in range(_MOST_ATTEMPTS):
-        # Next to nothing is shared by the ranks of any two jobs of one size: the store alone tells them apart.
-        weak = store is not None and launcher.how == "world"
-        found = None if weak else _joinable(run, identity, began, known)
+        known |= _attempts(run)
+        found = _joinable(run, identity, began, known, has_store=store is not None)
         token = uuid.uuid4().hex if found is None else found[1]
         found_by: str = launcher.how
         if store is not None:
@@ -162,20 +161,23 @@ def claim_place(run: Path, identity: Identity, about: dict[str, Any]) -> Claim:
 
 
 def _joinable(
-    run: Path, identity: Identity, began: float, known: set[int]
+    run: Path, identity: Identity, began: float, known: set[int], *, has_store: bool
 ) -> tuple[int, str] | None:
     """(attempt, token) of the newest one that this rank may be part of, by what it knows without the store."""
     launcher = identity.launcher
-    if launcher.how == "alone":
+    # The size of a world is next to nothing, and a store tells any two jobs apart.
+    if launcher.how == "alone" or (has_store and launcher.how == "world"):
         return None
     found: list[tuple[int, str]] = []
-    for attempt in sorted(known.union(_attempts(run)), reverse=True)[:_MOST_CANDIDATES]:
+    for attempt in sorted(known, reverse=True)[:_MOST_CANDIDATES]:
         about = _about(layout.attempt_file(run, attempt))
         token, of = about.get("token"), about.get("launcher")
         if not isinstance(token, str) or not isinstance(of, dict):
             continue
         if of.get("key") != launcher.key or not _fits(about.get("world_size"), identity.world_size):
             continue
+        if has_store and of.get("found_by") == "store":
+            continue  # it stood in its store before it stood here: if that were ours, we would be told
         if layout.rank_file(run, identity.rank, attempt).exists():
             if launcher.is_certain:
                 break  # a second start in there: one that is older and lacks this rank is not its
@@ -194,21 +196,21 @@ def _fits(one: object, other: int | None) -> bool:
     return one is None or other is None or one == other
 
 
-def _attempts(run: Path) -> list[int]:
+def _attempts(run: Path) -> set[int]:
     numbers = (layout.attempt_of(name) for name in os.listdir(run / layout.ATTEMPTS))
-    return [number for number in numbers if number is not None]
+    return {number for number in numbers if number is not None}
 
 
 def _attempt_of(run: Path, token: str, content: dict[str, Any], known: set[int]) -> int | None:
     """The attempt of this token, opened if there is none; None where another one was opened meanwhile.
 
-    Its number goes into `known`: a network's file system may list it later.
+    It gets the number after those that are `known`, which were looked at: one that is taken by now goes there too, and
+    is looked at next. (A network's file system may list it later still.)
     """
-    attempts = known.union(_attempts(run))
-    for attempt in sorted(attempts, reverse=True):
+    for attempt in sorted(known | _attempts(run), reverse=True):
         if _about(layout.attempt_file(run, attempt)).get("token") == token:
             return attempt
-    attempt = max(attempts, default=-1) + 1
+    attempt = max(known, default=-1) + 1
     if _create(layout.attempt_file(run, attempt), content):
         return attempt
     known.add(attempt)

@@ -124,8 +124,8 @@ def _rank(
         return local, size, local, "local rank"  # Lightning gives no RANK
     if child is not None:
         return child.index, None, child.index, "child"
-    rank = _number(environment, "RANK")
-    return rank or 0, _number(environment, "WORLD_SIZE") or 1, local, "variables"
+    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    return rank or 0, size or (None if rank else 1), local, "variables"
 
 
 def _key(

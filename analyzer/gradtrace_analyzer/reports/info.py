@@ -8,6 +8,7 @@ from typing import Any
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.runs.attempts import SOURCES, AttemptStory
 from gradtrace_analyzer.runs.flight import shortened_count, trigger_lines
+from gradtrace_analyzer.runs.last_seen import last_seen
 from gradtrace_analyzer.sql.inventory import Inventory
 from gradtrace_analyzer.words.numbers import bytes_text, counted, counts_phrase, spans
 
@@ -142,6 +143,7 @@ def info_object(name: str, held: Inventory) -> dict[str, Any]:
         "problems": held.problems,
         "observers": held.observers,
         "left_to_python": held.left_to_python,
+        "launcher": {name: held.launchers.get(name, ()) for name in ("kind", "found_by")},
         "recorder_share": held.recorder_share,
         "notices": run.notices,
     }
@@ -160,6 +162,7 @@ def _facts(held: Inventory) -> Iterator[tuple[str, str]]:
     yield "hosts", ", ".join(held.hosts)
     yield "device", ", ".join(held.devices)
     yield "ranks", _ranks(held)
+    yield "launcher", _launcher(held)
     yield "steps", _steps(held)
     yield "recorded", _choices(held.settings)
     yield "flight", _flight(held)
@@ -177,13 +180,46 @@ def _facts(held: Inventory) -> Iterator[tuple[str, str]]:
     yield "not run again", counts_phrase(held.replay_skipped)
 
 
+# Of ranks that did not close their recording, by what can be told of their processes.
+_NOT_CLOSED = {
+    ("alive",): "still running",
+    ("dead",): "not closed (its process is gone)",
+    ("silent", ""): "not closed (killed, or running)",
+}
+
+
 def _ranks(held: Inventory) -> str:
     run = held.run
     said = f"{spans(run.ranks) or 'none'} of {'?' if run.world_size is None else run.world_size}"
     if run.missing_ranks:
         said += f"; missing: {spans(run.missing_ranks)}"
-    if run.incomplete_ranks:
-        said += f"; not closed (killed, or running): {spans(run.incomplete_ranks)}"
+    by_life: dict[str, list[int]] = {}
+    for rank in run.incomplete_ranks:
+        seen = last_seen(run, rank)
+        by_life.setdefault("" if seen is None else seen.life, []).append(rank)
+    for life, words in _NOT_CLOSED.items():
+        ranks = [rank for told in life for rank in by_life.get(told, ())]
+        if ranks:
+            said += f"; {words}: {spans(sorted(ranks))}"
+    return said
+
+
+# How the ranks of one start found each other, as the recorder says it and as a person would.
+_FOUND_BY = {
+    "store": "the process group's store",
+    "ids": "the launcher's ids",
+    "address": "MASTER_ADDR and MASTER_PORT",
+    "parent": "the process that started them",
+    "world": "the world's size and the time",
+}
+
+
+def _launcher(held: Inventory) -> str:
+    kinds = [kind for kind in held.launchers.get("kind", ()) if kind != "none"]
+    ways = [_FOUND_BY[way] for way in held.launchers.get("found_by", ()) if way in _FOUND_BY]
+    said = " and ".join(kinds)
+    if ways:
+        said += f"{'; ' if said else ''}its ranks found each other by {', or '.join(ways)}"
     return said
 
 

@@ -494,6 +494,10 @@ INFO = keys_of({
         "problems": "[text]: What the recorder gave up.",
         "observers": "[text]: Who watched the Nodes.",
         "left_to_python": (MapOf("reason", INTEGER), "Backward passes that the native observer did not watch."),
+        "launcher": (keys_of({
+            "kind": "[text]: What started the ranks.",
+            "found_by": "[text]: How they found each other: `store`, `ids`, `address`, `parent`, `world` or `alone`.",
+        }), "How the job was started."),
         "recorder_share": "number?: The recorder's own time, as a fraction of the steps' time.",
         "notices": "[text]: What stderr says of the run.",
     })), "Each run, in the order given."),

@@ -56,6 +56,7 @@ class Inventory:
     problems: tuple[str, ...]
     observers: tuple[str, ...]
     left_to_python: Mapping[str, int]
+    launchers: Mapping[str, tuple[str, ...]]
     recorder_share: float | None
 
 
@@ -91,6 +92,7 @@ def inventory(run: Run) -> Inventory:
         problems=_problems(run),
         observers=_distinct(about.get("kind") for about in observers),
         left_to_python=_summed(observers, "python_passes"),
+        launchers=_by_name(facts, "launcher"),
         recorder_share=recorder_ns / step_ns if recorder_ns is not None and step_ns else None,
     )
 

@@ -53,9 +53,14 @@ class ForkedJobs:
         environment: Mapping[str, str],
         outputs: tuple[IO[bytes], IO[bytes]],
         timeout: float,
+        own: Sequence[Mapping[str, str]] = (),
     ) -> int | None:
-        """The exit status of a script in `count` ranks; None where they were killed after `timeout` seconds."""
+        """The exit status of a script in `count` ranks; None where they were killed after `timeout` seconds.
+
+        With `own` each rank has variables of its own, and none of torch's launcher.
+        """
         asked = {"command": command, "count": count, "environment": dict(environment)}
+        asked["own"] = [dict(one) for one in own]
         reading, writing = os.pipe()
         with os.fdopen(reading, "rb", buffering=0) as reply:
             try:
@@ -139,14 +144,16 @@ def _job(asked: dict[str, Any], stdout: int, stderr: int, reply: int) -> dict[st
         os.close(there)
     os.environ.clear()
     os.environ.update(asked["environment"])
-    count = asked["count"]
-    if count > 1:
+    count, own = asked["count"], asked["own"]
+    if count > 1 and not own:
         os.environ.update(_rendezvous(count))
     ranks = []
     for rank in range(count):
         pid = os.fork()
         if pid == 0:
-            if count > 1:
+            if own:
+                os.environ.update(own[rank])
+            elif count > 1:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0")
             return asked
         ranks.append(pid)

@@ -83,6 +83,7 @@ def run_job(
     timeout: float = 120,
     buffered: bool = False,
     forked: bool = False,
+    own: Sequence[Mapping[str, str]] = (),
 ) -> JobResult:
     """Runs a script with this Python until it ends, whatever its exit status.
 
@@ -91,17 +92,30 @@ def run_job(
     of this process do not reach the job, and `env` is added last. Torch's launcher starts workers unbuffered: a
     line is several writes, and that of another rank may fall in between; `buffered`, it is one. `forked`, the ranks
     are forked where torch has been imported: for jobs that must not leave their process group, and
-    whose start is not what is tested. Raises JobTimedOut.
+    whose start is not what is tested; with `own` each rank has these variables, and none of torch's launcher.
+    Raises JobTimedOut.
     """
     ours = {} if recorded is None else {"GRADTRACE_DIR": str(recorded), "GRADTRACE_STRICT": "1"}
     command = [str(script), *(str(argument) for argument in args)]
     if forked:
-        return _run_forked(command, ranks, {**ours, **(env or {})}, timeout)
+        return _run_forked(command, len(own) or ranks, {**ours, **(env or {})}, timeout, own)
     head = [sys.executable] if ranks == 1 else _torchrun(ranks)
     if buffered:
         ours["PYTHONUNBUFFERED"] = ""
         head += ["--no-python", sys.executable] if ranks > 1 else []
     return _run([*head, *command], {**ours, **(env or {})}, timeout)
+
+
+def run_command(
+    command: Sequence[str],
+    *,
+    recorded: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+) -> JobResult:
+    """Runs a launcher's own command as `run_job` runs a script. Raises JobTimedOut."""
+    ours = {} if recorded is None else {"GRADTRACE_DIR": str(recorded), "GRADTRACE_STRICT": "1"}
+    return _run(command, {**ours, **(env or {})}, timeout)
 
 
 def ranks(count: int, timeout: float = 120) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -260,7 +274,11 @@ def _torchrun(count: int) -> list[str]:
 
 
 def _run_forked(
-    command: Sequence[str], count: int, extra: Mapping[str, str], timeout: float
+    command: Sequence[str],
+    count: int,
+    extra: Mapping[str, str],
+    timeout: float,
+    own: Sequence[Mapping[str, str]],
 ) -> JobResult:
     # Not above: as a rank's script this file finds its own folder alone.
     from support.launching.forked_ranks import FORKED_JOBS
@@ -268,7 +286,7 @@ def _run_forked(
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         began = time.monotonic()
         environment = {**_environment(), **extra}
-        returncode = FORKED_JOBS.run(command, count, environment, (stdout, stderr), timeout)
+        returncode = FORKED_JOBS.run(command, count, environment, (stdout, stderr), timeout, own)
         if returncode is None:
             raise JobTimedOut(
                 f"{' '.join(command)} was killed after {timeout:g} s\n{_tails(*_read(stdout, stderr))}"
