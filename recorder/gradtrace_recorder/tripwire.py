@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from gradtrace_recorder.call_sites import called_from
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import MOST_INTERRUPTS, say
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.settings import Settings
 from gradtrace_recorder.stages import STAGES
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from gradtrace_recorder.session import Session
 
 _is_compiling = torch.compiler.is_compiling
-_tracing_state = torch._C._get_tracing_state
+_tracing_state = found("torch._C._get_tracing_state", lambda: None)
 
 
 class Tripwire:

@@ -23,6 +23,7 @@ import torch
 
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import is_of_a_signal_handler
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.summaries.handed_on import Gradients
 from gradtrace_recorder.summaries.summariser import unseen
 from gradtrace_schemas.journal import NULL_BOOL, NULL_FLOAT
@@ -38,8 +39,8 @@ _PIECE = 1 << 20
 # Told that the graph is freed after them, they use up what they saved (`retain_variables` in derivatives.yaml, 2.13).
 _USES_UP = ("CudnnRnn", "MiopenRnn", "MkldnnRnn")
 
-_current_node = torch._C._current_autograd_node
-_get_sequence_nr = torch._C._autograd._get_sequence_nr
+_current_node = found("torch._C._current_autograd_node", lambda: None)
+_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 
 
 class _Running(threading.local):

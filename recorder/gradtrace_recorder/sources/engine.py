@@ -27,6 +27,7 @@ from gradtrace_recorder.observers.python import (
     nodes_numbered,
 )
 from gradtrace_recorder.observers.replay import RUNNING
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.sources.ddp import DdpSource
@@ -45,9 +46,9 @@ from gradtrace_schemas.journal import (
 )
 
 _get_ident = threading.get_ident
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_NO_DISPATCH = found("torch._C._disabled_torch_dispatch_impl", None)
 _is_compiling = torch.compiler.is_compiling
-_tracing_state = torch._C._get_tracing_state
+_tracing_state = found("torch._C._get_tracing_state", lambda: None)
 
 
 class _ThreadState(threading.local):

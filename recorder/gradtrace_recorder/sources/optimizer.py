@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ParameterName
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.sources.state import (
     inside_backward,
@@ -26,7 +27,7 @@ from gradtrace_recorder.sources.state import (
 from gradtrace_recorder.summaries.summariser import unasked
 from gradtrace_schemas.journal import AFTER_OPTIMIZER, IN_OPTIMIZER, NULL_INT32
 
-_get_sequence_nr = torch._C._autograd._get_sequence_nr
+_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 _is_compiling = torch.compiler.is_compiling
 
 
