@@ -6,6 +6,7 @@ pay for that, and the hook would find that it is being compiled, and see nothing
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import Any
 
@@ -31,3 +32,19 @@ def never_compiled(*functions: Any, calls_the_job: bool = False) -> None:
             code = getattr(one, "__code__", None)
             if isinstance(code, types.CodeType):
                 frames.set_code_exec_strategy(code, strategy)
+
+
+def may_not_compile_again() -> bool:
+    """Whether functions were compiled already, and the job has said that none may be compiled a second time.
+
+    Source: torch/_dynamo/eval_frame.py, `_callback_from_stance`; torch/_dynamo/guards.py,
+    `get_and_maybe_log_recompilation_reasons` (2.13).
+    """
+    frames: Any = sys.modules.get("torch._dynamo.convert_frame")
+    if not getattr(frames, "FRAME_COUNTER", 0):
+        return False
+    config: Any = sys.modules.get("torch._dynamo.config")
+    stance: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
+    return bool(getattr(config, "error_on_recompile", False)) or str(
+        getattr(stance, "stance", "")
+    ).endswith("_on_recompile")

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from gradtrace_recorder.call_sites import passed_over
+
 _TORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 
 
@@ -65,6 +67,7 @@ class Relay:
         """The job's hook moves in."""
         self.state, self.hook, self.hook_name = state, hook, name
 
+    @passed_over
     def __call__(self, state: Any, bucket: Any) -> Any:
         """Reduce a bucket; called by the reducer on an autograd thread, or by `join` on the job's."""
         observer = self._relays.observer

@@ -42,9 +42,11 @@ class Session:
         fsdp = FsdpSource(self.gate, Guard("FSDP source", self.problems), ddp)
         self.modules = ModuleSource(self.gate, Guard("module source", self.problems), ddp, fsdp)
         self.optimizers = OptimizerSource(self.gate, Guard("optimizer source", self.problems))
-        engine = EngineSource(self.gate, Guard("backward source", self.problems), ddp, self.modules)
+        self.engine = EngineSource(
+            self.gate, Guard("backward source", self.problems), ddp, self.modules
+        )
         self.pipeline = PipelineSource(self.gate, Guard("pipeline source", self.problems))
-        self._sources = (ddp, fsdp, self.modules, engine, self.optimizers, self.pipeline)
+        self._sources = (ddp, fsdp, self.modules, self.engine, self.optimizers, self.pipeline)
         self._live: _Live | None = None
         self._interrupts = 0
         self._pid = os.getpid()
