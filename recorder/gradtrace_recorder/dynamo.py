@@ -6,6 +6,7 @@ pay for that, and the hook would find that it is being compiled, and see nothing
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from typing import Any
@@ -22,16 +23,24 @@ def never_compiled(*functions: Any, calls_the_job: bool = False) -> None:
     """
     frames: Any = getattr(torch._C, "_dynamo", None)
     frames = getattr(frames, "eval_frame", None)
-    if not hasattr(frames, "set_code_exec_strategy"):
+    if hasattr(frames, "set_code_exec_strategy") and hasattr(frames, "_FrameExecStrategy"):
+        skip, as_ever = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        strategy = frames._FrameExecStrategy(skip, as_ever if calls_the_job else skip)
+        mark = functools.partial(_marked, frames.set_code_exec_strategy, strategy)
+    elif hasattr(frames, "skip_code"):
+        mark = frames.skip_code  # torch 2.6: what they call may be compiled
+    else:
         return
-    skip, as_ever = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
-    strategy = frames._FrameExecStrategy(skip, as_ever if calls_the_job else skip)
     for function in functions:
         own = vars(function).values() if isinstance(function, type) else (function,)
         for one in own:
             code = getattr(one, "__code__", None)
             if isinstance(code, types.CodeType):
-                frames.set_code_exec_strategy(code, strategy)
+                mark(code)
+
+
+def _marked(mark: Any, strategy: Any, code: types.CodeType) -> None:
+    mark(code, strategy)
 
 
 def may_not_compile_again() -> bool:

@@ -76,6 +76,7 @@ PRIVATES = (
     Private("torch.autograd.backward", "seeing how the engine is called", (BACKWARD,), probes.engine_is_called,
             is_whole=True),
     Private("torch._C._autograd._get_sequence_nr", "naming the module of a Node", (MODULES,), probes.sequence_numbers),
+    Private("torch.autograd.graph._engine_run_backward", "seeing passes with no frame of ours below the job's"),
     Private("node._sequence_nr()", "the order of Nodes", (BACKWARD,), probes.node_numbers),
     Private("node.next_functions", "walking the graph to its parameters", (BACKWARD,), probes.graph),
     Private("node.register_prehook, node.register_hook", "seeing Nodes run", (BACKWARD,), probes.node_hooks),
@@ -90,6 +91,7 @@ PRIVATES = (
     Private("torch.nn.modules.module.register_module_forward_hook", "seeing modules return", (MODULES,),
             probes.module_hook_arguments),
     Private("torch.nn.modules.module._global_forward_hooks_with_kwargs", "leaving no hook behind", (MODULES,)),
+    Private("torch.nn.modules.module._has_any_global_hook", "keeping torch.compile from warning of our hooks"),
     Private("torch.nn.Module._call_impl", "knowing which calls of modules still run", (MODULES,), probes.module_calls),
     Private("module._parameters, module._forward_hooks", "naming modules and parameters", (MODULES,),
             probes.module_tables),
@@ -128,9 +130,9 @@ PRIVATES = (
             module="torch.distributed.distributed_c10d"),
     Private("torch.distributed.algorithms.join.Join.notify_join_context", "the divisor under join()", (DDP,),
             module="torch.distributed.distributed_c10d"),
-    Private(f"{_FSDP}._fsdp_collectives.DefaultReduceScatter", "reductions of FSDP2", (FSDP,),
+    Private(f"{_FSDP}._fsdp_collectives.DefaultReduceScatter", "reductions of FSDP2",
             module=f"{_FSDP}._fsdp_collectives"),
-    Private(f"{_FSDP}.FSDPModule.set_custom_reduce_scatter", "reductions of FSDP2", (FSDP,),
+    Private(f"{_FSDP}.FSDPModule.set_custom_reduce_scatter", "reductions of FSDP2",
             module=f"{_FSDP}._fsdp_collectives"),
     Private(_pipelining("stage._PipelineStageBase.forward_one_chunk"), "forwards of stages", (PIPELINE,),
             module=_pipelining("schedules")),
@@ -218,7 +220,9 @@ def verdict_at_start(gradtrace: str) -> Verdict:
     ]
     note = ""
     if is_newer(version):
-        problems += [f"torch {version} lacks {f.name}: {f.used_for}" for f in failed if not f.source]
+        problems += [
+            f"torch {version} lacks {f.name}: {f.used_for}" for f in failed if not f.source
+        ]
         release = ".".join(gradtrace.split(".")[:2])
         passed = len(findings) - len(failed)
         note = (
@@ -269,7 +273,9 @@ def _looked_up(name: str) -> Any:
     for part in name.split(".")[1:]:
         path = f"{path}.{part}"
         # A package knows a part of it as soon as that is imported, or has a function of the same name.
-        of = getattr(of, part) if hasattr(of, part) or path not in sys.modules else sys.modules[path]
+        of = (
+            getattr(of, part) if hasattr(of, part) or path not in sys.modules else sys.modules[path]
+        )
     return of
 
 

@@ -1,6 +1,6 @@
 """Tries of what `privates` lists: each does with tiny tensors what the recorder does, and raises where that differs.
 
-They go past `torch.autograd.backward` and modules, whose hooks a job may see, but for those that say that they are whole.
+Those that do not say that they are whole go past `torch.autograd.backward` and modules, whose hooks a job may see.
 Tensors are given a dtype and a device: a job may have set others for all.
 """
 
@@ -45,7 +45,9 @@ def engine_arguments() -> None:
     root = (leaf * leaf).sum()
     one = torch.ones((), **_PLAIN)
     [given] = of.run_backward((root,), (one,), True, True, (leaf,), True, False)
-    assert given.grad_fn is not None and leaf.grad is None, "create_graph, inputs or accumulate_grad by place"
+    assert given.grad_fn is not None and leaf.grad is None, (
+        "create_graph, inputs or accumulate_grad by place"
+    )
     of.run_backward(
         tensors=(root,), grad_tensors=(one,), keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True,
         accumulate_grad=True,
@@ -137,7 +139,8 @@ def functions() -> None:
     """A Node of a Function's, told from others."""
     from torch.autograd.function import BackwardCFunction
 
-    own, others = _Own.apply(_leaf()), _leaf() * 2
+    own: Any = _Own.apply(_leaf())  # type: ignore[no-untyped-call]
+    others = _leaf() * 2
     assert isinstance(own.grad_fn, BackwardCFunction), "a Function's Node is none"
     assert not isinstance(others.grad_fn, BackwardCFunction), "every Node is one"
 
@@ -221,7 +224,9 @@ def module_hooks() -> None:
             of._global_forward_hooks_with_kwargs.pop(handle.id, None)
     want = [("before", 1, True), ("after", 1, {})]
     assert seen[:2] == want, f"of a call that returned: {seen[:2]}"
-    assert [one[0] for one in seen[2:]] == ["before", "after", "r"], f"of one that raised: {seen[2:]}"
+    assert [one[0] for one in seen[2:]] == ["before", "after", "r"], (
+        f"of one that raised: {seen[2:]}"
+    )
 
 
 def optimizer_hooks() -> None:
@@ -258,12 +263,14 @@ def modes() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
     class Counts(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             return func(*args, **(kwargs or {}))
 
     count = torch._C._len_torch_dispatch_stack
     numbers = [count()]
-    with Counts():
+    with Counts():  # type: ignore[no-untyped-call]
         numbers.append(count())
         with _disable_current_modes():
             numbers.append(count())
@@ -278,7 +285,7 @@ class _Asks(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls.asked += 1
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 def torch_function() -> None:

@@ -30,10 +30,14 @@ from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.sources.ddp import DdpSource
 from gradtrace_recorder.sources.dry_runs import is_dry_run
 from gradtrace_recorder.sources.modules import ModuleSource
-from gradtrace_recorder.sources.state import inside_backward, record_gradients
+from gradtrace_recorder.sources.state import (
+    current_graph_task,
+    inside_backward,
+    record_gradients,
+)
 from gradtrace_recorder.standing import TOLD, has_room
 from gradtrace_recorder.summaries.device.times import Moment
-from gradtrace_recorder.summaries.summariser import unasked, unseen
+from gradtrace_recorder.summaries.summariser import is_functorch_wrapped, unasked, unseen
 from gradtrace_recorder.versions import Change
 from gradtrace_schemas.journal import (
     AFTER_BACKWARD,
@@ -123,9 +127,9 @@ class EngineSource:
             watch = open_passes[-1].watch
             if watch is not None and watch.task is None:
                 # Called from a hook that ran before the outer pass's first Node: this is its task.
-                watch.task = torch._C._current_graph_task_id()
+                watch.task = current_graph_task()
         elif not top_level:
-            opened.parent = self._index_of_task(torch._C._current_graph_task_id())
+            opened.parent = self._index_of_task(current_graph_task())
         self._open[serial] = opened
         try:
             self._watch(opened, half, follows_half, args, kwargs)
@@ -373,7 +377,7 @@ def _scalar(output: Any, recording: Recording) -> float | None:
             return value
     if (
         isinstance(output, torch.Tensor)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(output)
+        and not is_functorch_wrapped(output)
         and type(output).__torch_dispatch__ is _NO_DISPATCH
         and output.device.type == "cpu"
         and output.numel() == 1

@@ -56,7 +56,9 @@ class OptimizerSource:
     def attach(self) -> None:
         """Be told of steps, and wrap `GradScaler.step`."""
         TOLD.optimizer_steps, TOLD.optimizer_stepped = self.before, self._after
-        source, original = self, torch.amp.GradScaler.step
+        source, original = self, found("torch.amp.GradScaler.step", None)
+        if original is None:
+            return
 
         @functools.wraps(original)
         @passed_over
