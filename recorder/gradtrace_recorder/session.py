@@ -196,6 +196,9 @@ def _load() -> None:
     import gradtrace_recorder.rows
     import gradtrace_recorder.summaries.device.join
     import gradtrace_recorder.versions  # noqa: F401
+    from gradtrace_recorder.dynamo import nothing_of_ours_is_compiled
+
+    nothing_of_ours_is_compiled()
 
 
 class _Live:
