@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 
+from gradtrace_recorder.privates import found
+
+_dispatch_modes = found("torch._C._len_torch_dispatch_stack", lambda: 0)
+
 
 def never_compiled(*functions: Any, calls_the_job: bool = False) -> None:
     """Dynamo never compiles these functions, or the methods of these classes.
@@ -70,6 +74,17 @@ def _codes_of(value: Any) -> Iterator[types.CodeType]:
         if isinstance(code, types.CodeType):
             yield code
             waiting += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+
+
+def traces_a_graph() -> bool:
+    """Whether the calling thread runs a graph in order to compile its derivative. Since 2.7 `is_compiling` says so too.
+
+    Source: torch/_guards.py, `tracing`; torch/_functorch/_aot_autograd/traced_function_transforms.py (2.6).
+    """
+    if not _dispatch_modes():
+        return False
+    context: Any = getattr(sys.modules.get("torch._guards"), "TracingContext", None)
+    return context is not None and context.try_get() is not None
 
 
 def may_not_compile_again() -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gradtrace_recorder.dynamo import never_compiled
+from gradtrace_recorder.dynamo import never_compiled, traces_a_graph
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
 from gradtrace_recorder.observers.native.observer import NativeObserver
@@ -94,7 +94,7 @@ class EngineSource:
         try:
             with unasked():
                 recording = self._gate.enter()
-                if recording is not None and not _compiled_autograd() and not is_dry_run():
+                if recording is not None and not _is_no_pass():
                     return self._begin(recording, args, kwargs)
         except Exception as error:
             self._guard.failed(error)
@@ -386,6 +386,11 @@ def _scalar(output: Any, recording: Recording) -> float | None:
         with unseen():
             return float(output.detach())
     return None
+
+
+def _is_no_pass() -> bool:
+    """Whether this call into the engine is none of the job's, or none that may be watched."""
+    return _compiled_autograd() or is_dry_run() or traces_a_graph()
 
 
 def _compiled_autograd() -> bool:
