@@ -13,6 +13,7 @@ torch/csrc/distributed/c10d/default_comm_hooks.cpp.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -154,13 +155,15 @@ class Relays:
         self._is_attached = True
         if self._patches or not dist.is_available():
             return
-        from torch.distributed.algorithms.join import Join
         from torch.nn.parallel import DistributedDataParallel as Ddp
 
         self._patch(dist, "_register_comm_hook", self._register)
         self._patch(dist, "_register_builtin_comm_hook", self._register_builtin)
         self._patch(Ddp, "_ddp_init_helper", self._ddp_made)
-        self._patch(Join, "notify_join_context", self._joining, static=True)
+        with contextlib.suppress(ImportError):
+            from torch.distributed.algorithms.join import Join
+
+            self._patch(Join, "notify_join_context", self._joining, static=True)
 
     def detach(self) -> None:
         """Observe no more, and unwrap; while a free relay lives, its reducer still needs what is wrapped."""
@@ -242,7 +245,9 @@ class Relays:
         return next((d for d in self.ddps if getattr(d, "reducer", None) is reducer), None)
 
     def _patch(self, owner: Any, name: str, wrapper: Any, *, static: bool = False) -> None:
-        original = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+        original = vars(owner).get(name)
+        if original is None:
+            return  # of another torch: `privates` closes the source that needs it
         called = original.__func__ if static else original
 
         @functools.wraps(called)

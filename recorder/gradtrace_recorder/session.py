@@ -7,6 +7,7 @@ the run's directory, allocates the journal and starts the drain thread.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import multiprocessing.process
 import os
 import sys
@@ -16,7 +17,19 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from gradtrace_recorder import identity
 from gradtrace_recorder.guard import MOST_INTERRUPTS, Guard, Problems, say
+from gradtrace_recorder.privates import (
+    BACKWARD,
+    DDP,
+    FSDP,
+    MODULES,
+    OPTIMIZER,
+    PIPELINE,
+    SUMMARIES,
+    is_first_rank,
+    verdict_at_start,
+)
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.settings import Settings
 from gradtrace_recorder.sources.ddp import DdpSource
@@ -37,18 +50,28 @@ class Session:
     """The hooks of a process that trains, and its recording."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
         self.problems = Problems(settings.strict)
+        self._lacks = verdict_at_start(identity.versions()["gradtrace"])
+        if SUMMARIES in self._lacks.closed:
+            settings = dataclasses.replace(settings, summary="off")
+        self.settings = settings
         self.gate = Gate(settings, self._open)
-        self._ddp = ddp = DdpSource(self.gate, Guard("DDP source", self.problems))
-        fsdp = FsdpSource(self.gate, Guard("FSDP source", self.problems), ddp)
-        self.modules = ModuleSource(self.gate, Guard("module source", self.problems), ddp, fsdp)
-        self.optimizers = OptimizerSource(self.gate, Guard("optimizer source", self.problems))
-        self.engine = EngineSource(
-            self.gate, Guard("backward source", self.problems), ddp, self.modules
+        names = (DDP, FSDP, MODULES, BACKWARD, OPTIMIZER, PIPELINE)
+        self._guards = guards = [Guard(name, self.problems) for name in names]
+        self._ddp = ddp = DdpSource(self.gate, guards[0])
+        fsdp = FsdpSource(self.gate, guards[1], ddp)
+        self.modules = ModuleSource(self.gate, guards[2], ddp, fsdp)
+        self.engine = EngineSource(self.gate, guards[3], ddp, self.modules)
+        self.optimizers = OptimizerSource(self.gate, guards[4])
+        self.pipeline = PipelineSource(self.gate, guards[5])
+        self._sources: tuple[Any, ...] = (
+            ddp,
+            fsdp,
+            self.modules,
+            self.engine,
+            self.optimizers,
+            self.pipeline,
         )
-        self.pipeline = PipelineSource(self.gate, Guard("pipeline source", self.problems))
-        self._sources = (ddp, fsdp, self.modules, self.engine, self.optimizers, self.pipeline)
         self._live: _Live | None = None
         self._interrupts = 0
         self._pid = os.getpid()
@@ -56,9 +79,20 @@ class Session:
         self._raised: BaseException | None = None
 
     def arm(self) -> None:
-        """Put the hooks in place. Nothing is written before one of them is called."""
-        for source in self._sources:
-            source.attach()
+        """Put the hooks in place. Nothing is written before one of them is called.
+
+        A source that this torch has not what it needs for is left out.
+        """
+        if self._lacks.note and is_first_rank():
+            say(self._lacks.note)
+        for text in self._lacks.problems:
+            self.problems.add(text)
+        if self._lacks.closed:
+            TOLD.forget()
+        for source, guard in zip(self._sources, self._guards, strict=True):
+            guard.is_open = guard.source not in self._lacks.closed
+            if guard.is_open:
+                source.attach()
         atexit.register(self.stop)
         if multiprocessing.process.parent_process() is not None:
             # Children of multiprocessing end by os._exit where they were forked: it calls its own finalizers alone.
@@ -102,7 +136,7 @@ class Session:
             self._raised = None
 
     def _open(self) -> Recording | None:
-        from gradtrace_recorder import environment, identity
+        from gradtrace_recorder import environment
         from gradtrace_recorder.claim import NotOurs
         from gradtrace_recorder.summaries.summariser import unseen
 
@@ -182,6 +216,9 @@ def _load() -> None:
     import gradtrace_recorder.rows
     import gradtrace_recorder.summaries.device.join
     import gradtrace_recorder.versions  # noqa: F401
+    from gradtrace_recorder.dynamo import nothing_of_ours_is_compiled
+
+    nothing_of_ours_is_compiled()
 
 
 class _Live:
@@ -192,7 +229,7 @@ class _Live:
     ) -> None:
         from torch.autograd import profiler as torch_profiler
 
-        from gradtrace_recorder import environment, identity
+        from gradtrace_recorder import environment
         from gradtrace_recorder.claim import NotOurs, claim_place, living_rival
         from gradtrace_recorder.drain import Drain
         from gradtrace_recorder.flight import Flight

@@ -71,7 +71,7 @@ class Stages:
         def part(name: str) -> Any:
             return sys.modules.get(f"{_PACKAGE}.{name}")
 
-        schedules, base = part("schedules"), part("stage")._PipelineStageBase
+        schedules, base = part("schedules"), getattr(part("stage"), "_PipelineStageBase", None)
         owners = [(part("_backward"), name) for name in ("stage_backward", "stage_backward_input")]
         owners += [(part("_backward"), "stage_backward_weight")]
         owners += [(base, name) for name in _METHODS]

@@ -20,19 +20,20 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
-from torch.autograd import graph as torch_graph
 from torch.nn.modules import module as torch_modules
-from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradtrace_recorder.call_sites import called_from, passed_over
 from gradtrace_recorder.dynamo import may_not_compile_again, never_compiled
 from gradtrace_recorder.imports import AfterImport
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.seen import SeenFunctions
 
 _is_compiling = torch.compiler.is_compiling
-_tracing_state = torch._C._get_tracing_state
+_tracing_state = found("torch._C._get_tracing_state", lambda: None)
 _TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_MODULE = "torch.nn.modules.module"
+_OPTIMIZER = "torch.optim.optimizer"
 
 
 class Begun(Protocol):
@@ -197,16 +198,10 @@ class Standing:
         forbids to compile them again."""
         has_hooks = bool(self._handles) or not may_not_compile_again()
         if has_hooks and not self._handles:
-            self._handles = [
-                torch_modules.register_module_forward_pre_hook(module_called),
-                torch_modules.register_module_forward_hook(
-                    module_left, with_kwargs=True, always_call=True
-                ),
-                torch_optimizer.register_optimizer_step_pre_hook(optimizer_steps),
-                torch_optimizer.register_optimizer_step_post_hook(optimizer_stepped),
-            ]
-            self._asks = torch_modules._has_any_global_hook
-            torch_modules._has_any_global_hook = job_has_any_global_hook
+            self._register()
+            self._asks = getattr(torch_modules, "_has_any_global_hook", None)
+            if self._asks is not None:  # torch 2.6 never warns
+                torch_modules._has_any_global_hook = job_has_any_global_hook
             self._compiler.arm()
         if self._engine is None:
             self._stand_before_the_engine()
@@ -223,9 +218,24 @@ class Standing:
             for handle in self._handles:
                 handle.remove()
                 # Torch (2.13) forgets this one, and would go on to say that there are global hooks.
-                torch_modules._global_forward_hooks_with_kwargs.pop(handle.id, None)
+                found(f"{_MODULE}._global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
             self._handles = []
-            torch_modules._has_any_global_hook = self._asks
+            if self._asks is not None:
+                torch_modules._has_any_global_hook = self._asks
+
+    def _register(self) -> None:
+        """Those hooks that this torch has: without one, its source is closed (see `privates`)."""
+        both: dict[str, Any] = {"with_kwargs": True, "always_call": True}
+        wanted: list[tuple[str, Any, dict[str, Any]]] = [
+            (f"{_MODULE}.register_module_forward_pre_hook", module_called, {}),
+            (f"{_MODULE}.register_module_forward_hook", module_left, both),
+            (f"{_OPTIMIZER}.register_optimizer_step_pre_hook", optimizer_steps, {}),
+            (f"{_OPTIMIZER}.register_optimizer_step_post_hook", optimizer_stepped, {}),
+        ]
+        for name, hook, how in wanted:
+            register = found(name, None)
+            if register is not None:
+                self._handles.append(register(hook, **how))
 
     def _see_what_is_traced(self) -> None:
         """Of a module without hooks `torch.export` traces `forward` alone, and can do no more: so where ours are the
@@ -254,9 +264,9 @@ class Standing:
 
     def _stand_before_the_engine(self) -> None:
         """Everything of torch's goes through one function, the rest finds an engine of ours."""
-        through: Any = torch_graph._engine_run_backward
-        code = through.__code__
-        if not code.co_freevars:
+        through: Any = found("torch.autograd.graph._engine_run_backward", None)
+        code = getattr(through, "__code__", None)
+        if code is not None and not code.co_freevars:
             self._seen.see(through, lambda original: functools.partial(_engine_called, original))
         self._engine = Variable._execution_engine
 

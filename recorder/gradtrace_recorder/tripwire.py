@@ -12,7 +12,7 @@ import atexit
 import threading
 from typing import TYPE_CHECKING, Any
 
-from gradtrace_recorder.dynamo import never_compiled
+from gradtrace_recorder.dynamo import never_compiled, nothing_of_ours_is_compiled
 from gradtrace_recorder.guard import MOST_INTERRUPTS, say
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.settings import Settings
@@ -51,6 +51,7 @@ class Tripwire:
             )
         RELAYS.attach()
         STAGES.attach(self.spring)
+        nothing_of_ours_is_compiled()
 
     def spring(self) -> Session | None:
         """The session, started now if this is the first event; None where it could not be."""

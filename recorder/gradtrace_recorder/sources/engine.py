@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gradtrace_recorder.dynamo import never_compiled
+from gradtrace_recorder.dynamo import never_compiled, traces_a_graph
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
 from gradtrace_recorder.observers.native.observer import NativeObserver
@@ -24,15 +24,20 @@ from gradtrace_recorder.observers.python import (
     nodes_numbered,
 )
 from gradtrace_recorder.observers.replay import RUNNING
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.sources.ddp import DdpSource
 from gradtrace_recorder.sources.dry_runs import is_dry_run
 from gradtrace_recorder.sources.modules import ModuleSource
-from gradtrace_recorder.sources.state import inside_backward, record_gradients
+from gradtrace_recorder.sources.state import (
+    current_graph_task,
+    inside_backward,
+    record_gradients,
+)
 from gradtrace_recorder.standing import TOLD, has_room
 from gradtrace_recorder.summaries.device.times import Moment
-from gradtrace_recorder.summaries.summariser import unasked, unseen
+from gradtrace_recorder.summaries.summariser import is_functorch_wrapped, unasked, unseen
 from gradtrace_recorder.versions import Change
 from gradtrace_schemas.journal import (
     AFTER_BACKWARD,
@@ -43,7 +48,7 @@ from gradtrace_schemas.journal import (
 )
 
 _get_ident = threading.get_ident
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_NO_DISPATCH = found("torch._C._disabled_torch_dispatch_impl", None)
 # Of Python's that the hooks on a Node may need, whatever the tensors.
 PASS_FRAMES = 80
 
@@ -89,7 +94,7 @@ class EngineSource:
         try:
             with unasked():
                 recording = self._gate.enter()
-                if recording is not None and not _compiled_autograd() and not is_dry_run():
+                if recording is not None and not _is_no_pass():
                     return self._begin(recording, args, kwargs)
         except Exception as error:
             self._guard.failed(error)
@@ -126,9 +131,9 @@ class EngineSource:
             watch = open_passes[-1].watch
             if watch is not None and watch.task is None:
                 # Called from a hook that ran before the outer pass's first Node: this is its task.
-                watch.task = torch._C._current_graph_task_id()
+                watch.task = current_graph_task()
         elif not top_level:
-            opened.parent = self._index_of_task(torch._C._current_graph_task_id())
+            opened.parent = self._index_of_task(current_graph_task())
         self._open[serial] = opened
         try:
             self._watch(opened, half, follows_half, args, kwargs)
@@ -377,7 +382,7 @@ def _scalar(output: Any, recording: Recording) -> float | None:
             return value
     if (
         isinstance(output, torch.Tensor)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(output)
+        and not is_functorch_wrapped(output)
         and type(output).__torch_dispatch__ is _NO_DISPATCH
         and output.device.type == "cpu"
         and output.numel() == 1
@@ -386,6 +391,11 @@ def _scalar(output: Any, recording: Recording) -> float | None:
         with unseen():
             return float(output.detach())
     return None
+
+
+def _is_no_pass() -> bool:
+    """Whether this call into the engine is none of the job's, or none that may be watched."""
+    return _compiled_autograd() or is_dry_run() or traces_a_graph()
 
 
 def _compiled_autograd() -> bool:

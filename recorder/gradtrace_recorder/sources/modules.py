@@ -17,6 +17,7 @@ from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
 from gradtrace_recorder.naming import ModuleName, holds_parameters, unwrapped
 from gradtrace_recorder.observers.replay import RUNNING
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.recording import Gate, Left, Recording
 from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone, is_of_a_compiler
 from gradtrace_recorder.sources.ddp import DdpSource
@@ -35,7 +36,7 @@ from gradtrace_schemas.journal import AFTER_MODULE, IN_MODULE, NULL_INT32
 
 _clock = time.monotonic_ns
 _get_ident = threading.get_ident
-_get_sequence_nr = torch._C._autograd._get_sequence_nr
+_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 
 
 class ModuleSource:

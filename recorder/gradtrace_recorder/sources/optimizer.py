@@ -15,6 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 from gradtrace_recorder.call_sites import passed_over
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.sources.closures import closure_of, with_closure_seen
 from gradtrace_recorder.sources.optimizer_rows import OptimizerRows
@@ -23,7 +24,7 @@ from gradtrace_recorder.standing import TOLD
 from gradtrace_recorder.summaries.summariser import unasked
 from gradtrace_schemas.journal import AFTER_OPTIMIZER, IN_OPTIMIZER, NULL_INT32
 
-_get_sequence_nr = torch._C._autograd._get_sequence_nr
+_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 
 _NewArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -65,7 +66,9 @@ class OptimizerSource:
     def attach(self) -> None:
         """Be told of steps, and wrap `GradScaler.step`."""
         TOLD.optimizer_steps, TOLD.optimizer_stepped = self.before, self._after
-        source, original = self, torch.amp.GradScaler.step
+        source, original = self, found("torch.amp.GradScaler.step", None)
+        if original is None:
+            return
 
         @functools.wraps(original)
         @passed_over
