@@ -153,15 +153,19 @@ def _span(run: Run) -> Span:
             f"SELECT min(step) AS first, max(step) AS last FROM {table.name}" for table in _TABLES
         )
         row = connection.execute(f"SELECT min(first), max(last) FROM ({union})").fetchone()
-    first, last = row if row is not None else (None, None)
+        first, last = row if row is not None else (None, None)
+        # A rank that was killed did not say why its first step has its number.
+        is_counted = connection.execute(
+            "SELECT bool_or(framework_step IS NOT NULL) FROM steps WHERE step = ?", [first]
+        ).fetchone() == (True,)
     offset = max((_setting(info, "step_offset") or 0 for info in run.ranks.values()), default=0)
     said = {info.facts.get("first_step_from") for info in run.ranks.values()}
     rules = {info.facts.get("step_rule") for info in run.ranks.values()}
     numbered_by: Any = None
-    if "framework" in said:
-        numbered_by = "framework"
-    elif offset:
+    if offset:
         numbered_by = "offset"
+    elif "framework" in said or is_counted:
+        numbered_by = "framework"
     elif first and ("job" in rules or not _is_filtered(run)):
         numbered_by = "job"
     asked = {
