@@ -25,6 +25,7 @@ _WRAPPER_ATTRIBUTES = {
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "OffloadWrapper": "_checkpoint_wrapped_module",
     "AveragedModel": "module",
+    "DeepSpeedEngine": "module",
 }
 
 
