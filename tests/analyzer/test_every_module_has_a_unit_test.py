@@ -33,7 +33,6 @@ EXEMPT = {
     "runs.flight": "through `open_run`: tests/whole/test_flight.py",
     "runs.journals": "through `open_run`: test_run.py",
     "runs.last_seen": "through `failures` and `repair`: test_failures_command.py, test_repair.py",
-    "sql.inventory": "through `info`: test_info_command.py",
     "timing": "through `timing` of jobs whose times are made up: tests/analyzer/timing",
 }
 

@@ -229,6 +229,9 @@ def diffs(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     part.write_bytes(part.read_bytes()[:-20])
     yield ask(one, other)
     yield ask(good, trained(place / "infinite", at_step_1(float("inf"))))
+    counted = [{"step": n, "framework": "transformers", "framework_step": n} for n in range(3)]
+    counting = build_run(place / "counting", {"steps": counted})
+    yield ask(counting, counting, "--align-steps", "framework")
 
 
 def of_one_run(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -250,14 +253,26 @@ def of_one_run(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         place / "waits", rows, world_size=2, unclosed=(0,), rank_facts={"left_behind": seen}
     )
     yield answer_of("failures", run)
+    yield from resumed(run)
     rows = StagedJob(stages=2, steps=2).rows()
     edit(rows, "stage_events", {"rank": 1, "step": 1, "microbatch": 3}, end_ns=None)
     run = StagedJob(stages=2, steps=2).write(
         place / "stage", rows, unclosed=(1,), rank_facts={"left_behind": seen}
     )
     yield answer_of("failures", run)
+    yield from resumed(run)
     flight = {"settings": {"mode": "flight", "flight_steps": 2}}
     run = build_run(place / "flight", {"steps": [{"step": 7}, {"step": 8}]}, rank_facts=flight)
+    yield answer_of("info", run)
+
+
+def resumed(run: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same with attempts that go on at step 9, twice, and one that then begins anew."""
+    for attempt in (1, 2):
+        steps = [{"step": 9, "rank": rank} for rank in range(2)]
+        build_run(run, {"steps": steps}, world_size=2, attempt=attempt)
+    yield answer_of("failures", run)
+    build_run(run, {"steps": [{"step": 0}, {"step": 0, "rank": 1}]}, world_size=2, attempt=3)
     yield answer_of("info", run)
 
 

@@ -162,3 +162,38 @@ def test_elastic_restart_that_reloads_is_one_history_and_equal_to_a_job_without_
     code, answer = asked("failures", run, "--format", "json")
     assert code == 1 and answer["before"][0]["verdict"] == "found"
     told("timing", run, "--buckets")
+
+
+@pytest.mark.slow
+def test_trainer_that_resumes_from_its_checkpoint_goes_on_by_its_own_counter(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("transformers")
+    job = TESTS / "support" / "jobs" / "hugging_trainer.py"
+
+    def trained(run: str, saves: str, *words: str, offset: str = "0") -> JobResult:
+        return run_job(
+            job,
+            tmp_path / saves,
+            10,
+            *words,
+            recorded=tmp_path / run,
+            env={"GRADTRACE_STEP_OFFSET": offset},
+        )
+
+    trained("whole", "of-whole").must_succeed()
+    assert trained("run", "of-run", "dies=7").returncode != 0
+    trained("run", "of-run", "resumes").must_succeed()
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    first, second = history(run)
+    assert (first["read"], second["read"], second["joined_by"]) == ([0, 4], [5, 9], "framework")
+    code, answer = asked("diff", whole, run, "--format", "json")
+    assert (code, answer["verdict"], answer["cover"]["steps"]) == (0, "identical", list(range(10)))
+
+    # Numbers of its own: what it was told is not what its Trainer counts.
+    assert trained("begun", "of-late", "dies=7").returncode != 0
+    trained("late", "of-late", "resumes", offset="3").must_succeed()
+    late = tmp_path / "late"
+    code, answer = asked("diff", whole, late, "--align-steps", "framework", "--format", "json")
+    assert (code, answer["verdict"], answer["cover"]["steps"]) == (0, "identical", [5, 6, 7, 8, 9])
+    assert answer["cover"]["step_alignment"] == {"offset": 2, "framework": "transformers"}

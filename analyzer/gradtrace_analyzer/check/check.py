@@ -75,7 +75,7 @@ def check(run: Run, *, compressing: Sequence[str] = ()) -> CheckAnswer:
         judged=judged,
         not_judged={law: f.not_judged for law, f in found.items() if f.not_judged is not None},
         compression=tuple(c for findings in found.values() for c in findings.compression),
-        notes=tuple(note for findings in found.values() for note in findings.notes),
+        notes=(*_joined(run), *(note for findings in found.values() for note in findings.notes)),
         cover=cover,
         clean_counts=counts,
     )
@@ -159,6 +159,11 @@ def _counts(evidence: Evidence) -> dict[str, int]:
         "SELECT count(DISTINCT (replica, parameter_fqn)), count(DISTINCT step) FROM parameter_groups"
     )
     return {"parameters": parameters, "steps": steps}
+
+
+def _joined(run: Run) -> Iterator[str]:
+    if run.as_joined is not None:
+        yield f"Several attempts, judged as one: {run.as_joined}."
 
 
 def _cover(run: Run, evidence: Evidence) -> CheckCover:

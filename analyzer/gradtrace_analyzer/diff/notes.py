@@ -30,12 +30,7 @@ def joined_attempts(runs: Mapping[str, Run], origins: Sequence[Origin]) -> list[
         if not run.history:
             continue
         taken = run.first_of_attempts
-        told = " and ".join(
-            f"attempt {attempt} from step {step} on" for step, attempt in taken.items()
-        )
-        found.append(
-            f"The {side} is several attempts of one job, read as one: attempt {run.history[0].run.attempt}, {told}."
-        )
+        found.append(f"The {side} is several attempts of one job, read as one: {run.as_joined}.")
         if origins and origins[0].step in taken:
             found.append(
                 f"Step {origins[0].step} is the first of the {side}'s attempt {taken[origins[0].step]}: what it did "

@@ -48,11 +48,10 @@ def lines(found: Endings, name: str) -> Iterator[str]:
 
 def as_object(found: Endings, name: str) -> dict[str, Any]:
     """The answer as JSON. Keys that do not apply are null."""
-    return {
-        "run": name,
-        **_attempt_object(found),
-        "before": [_attempt_object(earlier) for earlier in found.before],
-    }
+    told = {"run": name, **_attempt_object(found)}
+    if found.before:
+        told["before"] = [_attempt_object(earlier) for earlier in found.before]
+    return told
 
 
 def _attempt_object(found: Endings) -> dict[str, Any]:

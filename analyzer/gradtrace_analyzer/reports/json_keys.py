@@ -235,10 +235,10 @@ DIFF = keys_of({
         "steps_by_rank": (MapOf("rank", ListOf(INTEGER)), "The same by rank."),
         "rows": (MapOf("table", INTEGER), "Rows that were compared."),
         "missing_ranks": (sides(ListOf(INTEGER)), "Ranks that a side lacks."),
-        "step_alignment": (OrNull(keys_of({
+        "step_alignment": (keys_of({
             "offset": "integer: What was added to the candidate's steps.",
             "framework": "text?: Whose counter said so.",
-        })), "How the candidate's steps were numbered (`--align-steps`)."),
+        }), "How the candidate's steps were numbered.", "with `--align-steps`"),
         "missing_steps": (sides(MapOf("rank", ListOf(INTEGER))), "Steps that a side lacks."),
         "problems": (sides(ListOf(TEXT)), "What the recorder gave up."),
         "incomplete_ranks": (sides(ListOf(INTEGER)), "Ranks whose recording was not closed."),
@@ -438,7 +438,8 @@ _ATTEMPT_KEYS: Keys = {
 FAILURES = keys_of({
     "run": "text: Name of the run.",
     **_ATTEMPT_KEYS,
-    "before": (ListOf(keys_of(_ATTEMPT_KEYS)), "The same of the attempts that it continues, the oldest first."),
+    "before": (ListOf(keys_of(_ATTEMPT_KEYS)), "The same of the attempts that it continues, the oldest first.",
+        "where it continues some"),
 })
 
 INFO = keys_of({

@@ -71,13 +71,17 @@ def link(
     """How an attempt follows `earlier` ones, a history that recorded the steps `first` to `last`.
 
     `equal_before` are the steps of that history that began with the parameters with which the attempt began; it is
-    asked where numbers do not tell.
+    asked where numbers do not tell, or may be those of an attempt before.
     """
     assert span.first is not None
     apart = _recorded_otherwise(earlier[-1], span)
     if apart is not None:
         return Link(why_not=apart)
     begins = span.first if span.begins is None else span.begins
+    if is_doubtful(earlier[-1], span) and len(equal_before) == 1 and min(equal_before) > first:
+        [step] = equal_before
+        if step != span.first:
+            return Link("parameters", step - span.first)
     if span.numbered_by is not None:
         if begins > first:
             return Link(span.numbered_by)
@@ -96,6 +100,11 @@ def link(
         )
     [step] = equal_before
     return Link("parameters", step - span.first)
+
+
+def is_doubtful(before: Span, after: Span) -> bool:
+    """Whether an attempt's number may be that of the one before: a launcher that restarts ranks keeps the variable."""
+    return after.numbered_by == before.numbered_by == "offset" and after.begins == before.begins
 
 
 SOURCES: dict[JoinedBy, str] = {

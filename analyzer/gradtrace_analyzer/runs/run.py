@@ -99,6 +99,14 @@ class Run:
             if before.end is not None
         }
 
+    @property
+    def as_joined(self) -> str | None:
+        """`attempt 0, attempt 1 from step 5 on`; None of one attempt alone."""
+        if not self.history:
+            return None
+        later = (f"attempt {n} from step {step} on" for step, n in self.first_of_attempts.items())
+        return ", ".join((f"attempt {self.history[0].run.attempt}", *later))
+
     def shifted(self, count: int) -> Run:
         """The same run with all its steps numbered so much higher, where they are read."""
         history = (

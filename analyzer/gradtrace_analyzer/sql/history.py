@@ -12,7 +12,7 @@ from typing import Any
 
 import duckdb
 
-from gradtrace_analyzer.runs.attempts import AttemptStory, Link, Span, link
+from gradtrace_analyzer.runs.attempts import AttemptStory, Link, Span, is_doubtful, link
 from gradtrace_analyzer.runs.last_seen import last_seen
 from gradtrace_analyzer.runs.run import RankInfo, Run, Stretch, open_attempts, open_run
 from gradtrace_analyzer.sql.views import connect
@@ -114,7 +114,7 @@ def _member(run: Run, span: Span, found: Link) -> _Member:
 def _link(chain: Sequence[_Member], run: Run, span: Span) -> Link:
     first, last = _bounds(chain)
     equal: frozenset[int] = frozenset()
-    if span.numbered_by is None:
+    if span.numbered_by is None or is_doubtful(chain[-1].span, span):
         equal = continued_steps([of.run for of in chain], run)
     return link([of.span for of in chain], first, last, span, equal)
 
@@ -153,15 +153,19 @@ def _span(run: Run) -> Span:
             f"SELECT min(step) AS first, max(step) AS last FROM {table.name}" for table in _TABLES
         )
         row = connection.execute(f"SELECT min(first), max(last) FROM ({union})").fetchone()
-    first, last = row if row is not None else (None, None)
+        first, last = row if row is not None else (None, None)
+        # A rank that was killed did not say why its first step has its number.
+        is_counted = connection.execute(
+            "SELECT bool_or(framework_step IS NOT NULL) FROM steps WHERE step = ?", [first]
+        ).fetchone() == (True,)
     offset = max((_setting(info, "step_offset") or 0 for info in run.ranks.values()), default=0)
     said = {info.facts.get("first_step_from") for info in run.ranks.values()}
     rules = {info.facts.get("step_rule") for info in run.ranks.values()}
     numbered_by: Any = None
-    if "framework" in said:
-        numbered_by = "framework"
-    elif offset:
+    if offset:
         numbered_by = "offset"
+    elif "framework" in said or is_counted:
+        numbered_by = "framework"
     elif first and ("job" in rules or not _is_filtered(run)):
         numbered_by = "job"
     asked = {
@@ -286,11 +290,9 @@ def _notices(newest: Run, history: Sequence[Stretch]) -> Iterator[str]:
         if "(--attempt)" not in notice or " is read, not " not in notice:
             yield notice
     for of in history[:-1]:
-        for d in of.run.damaged:
-            yield (
-                f"{newest.path}: {d.part.short_name} {d.why}; the rows of {d.part.table} that rank "
-                f"{d.part.rank} had in it are missing from every answer"
-            )
+        for notice in of.run.notices:
+            if any(lost in notice for lost in ("missing", "half written")):
+                yield notice
 
 
 def continued_steps(earlier: Sequence[Run], later: Run) -> frozenset[int]:

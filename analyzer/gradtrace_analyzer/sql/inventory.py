@@ -33,11 +33,11 @@ class TableSize:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What one attempt of a run holds. Counts are over all its ranks.
+    """What of a run is read: one attempt, or several. Counts are over all its ranks.
 
-    `versions` and `settings` hold, by name, every value that some rank gave; `left_to_python` are the backward
-    passes that the native observer did not watch, by reason. `recorder_share` is the recorder's
-    own time over the time of the steps, None where no step was closed.
+    `versions` and `settings` hold, by name, every value that some rank gave in any of them; `left_to_python` are the
+    backward passes that the native observer did not watch, by reason. `recorder_share` is the recorder's own time over
+    the time of the steps, None where no step was closed.
     """
 
     run: Run
@@ -73,7 +73,8 @@ def inventory(run: Run) -> Inventory:
         recorder_ns, step_ns = _row(
             connection, "SELECT sum(recorder_ns), sum(end_ns - start_ns) FROM steps"
         )
-    facts = [info.facts for info in run.ranks.values()]
+    facts = [info.facts for of in run.stretches for info in of.run.ranks.values()]
+    merged = [info.facts for info in run.ranks.values()]
     observers = [fact.get("observer") or {} for fact in facts]
     return Inventory(
         run=run,
@@ -87,8 +88,8 @@ def inventory(run: Run) -> Inventory:
         flight_spans=flight,
         tables=tuple(size for size in sizes if size.rows or size.part_count),
         dropped=_dropped(run),
-        unsummarised=_summed(facts, "unsummarised"),
-        replay_skipped=_summed(facts, "replay_skipped"),
+        unsummarised=_summed(merged, "unsummarised"),
+        replay_skipped=_summed(merged, "replay_skipped"),
         problems=_problems(run),
         observers=_distinct(about.get("kind") for about in observers),
         left_to_python=_summed(observers, "python_passes"),

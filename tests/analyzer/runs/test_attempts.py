@@ -36,6 +36,18 @@ def test_attempt_that_counts_from_0_is_joined_where_one_step_began_with_its_para
     assert linked(replace(COUNTED_ANEW, first=2), 5) == Link("parameters", 3)
 
 
+def test_offset_that_a_restarted_attempt_kept_is_believed_where_its_parameters_do_not_say_else() -> (
+    None
+):
+    first = replace(AFTER, attempt=1)
+    restarted = replace(AFTER, attempt=2, first=5, last=8, began_ns=200 * SECOND)
+    found = link([BEFORE, first], 0, 12, restarted, [10])
+    assert found == Link("parameters", 5)
+    assert link([BEFORE, first], 0, 12, restarted, [5]) == Link("offset")
+    assert link([BEFORE, first], 0, 12, restarted, []) == Link("offset")
+    assert link([BEFORE], 0, 12, restarted, [10]) == Link("offset")
+
+
 @pytest.mark.parametrize(
     ("steps", "said"),
     [

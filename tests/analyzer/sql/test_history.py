@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gradtrace_analyzer.diff.scope.cover import torn_ends
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import journal_rows, row_counts
 from gradtrace_analyzer.sql.history import continued_steps, open_history
-from gradtrace_analyzer.sql.views import CLOCK_COLUMNS, connect
+from gradtrace_analyzer.sql.inventory import inventory
+from gradtrace_analyzer.sql.views import CLOCK_COLUMNS, connect, connect_pair
 from gradtrace_schemas import ALL_TABLES
 from support.synthetic_runs.builder import build_run, facts_of, summary_columns
 from support.synthetic_runs.journals import write_journal
@@ -148,3 +150,22 @@ def test_shifted_run_has_the_same_rows_under_other_numbers(tmp_path: Path) -> No
     ]  # fmt: skip
     assert moved.first_of_attempts == {11: 1}
     assert continued_steps([moved], open_history(run.path, 1)) == {11}
+
+
+def test_what_attempts_were_made_with_is_all_told(tmp_path: Path) -> None:
+    path = build_run(tmp_path / "a", steps_of([0, 1, 2]), rank_facts={"versions": {"torch": "2.6"}})
+    build_run(path, steps_of([2], 2), attempt=1, rank_facts={"versions": {"torch": "2.13"}})
+    held = inventory(open_history(path))
+    assert held.versions == {"torch": ("2.13", "2.6")} and held.step_count == 3
+    assert open_history(path).as_joined == "attempt 0, attempt 1 from step 2 on"
+
+
+def test_diff_knows_each_step_that_may_be_unfinished(tmp_path: Path) -> None:
+    path = build_run(tmp_path / "a", steps_of([0, 1]), unclosed=(0,))
+    build_run(path, steps_of([2, 3], 2), attempt=1, unclosed=(0,))
+    cut = build_run(tmp_path / "b", steps_of([0, 1, 2]), unclosed=(0,))
+    build_run(cut, steps_of([1, 2], 1), attempt=1)
+    runs = [open_history(path), open_history(cut)]
+    with contextlib.closing(connect_pair(*runs)) as connection:
+        assert torn_ends(connection, "baseline", runs[0]) == {0: (1, 3)}
+        assert torn_ends(connection, "candidate", runs[1]) == {}

@@ -164,7 +164,7 @@ def _cover_object(cover: Cover) -> dict[str, Any]:
         "unsummarised": {s: dict(r) for s, r in cover.unsummarised.items()},
         "unread": {s: [{"table": t, "rank": r} for t, r in p] for s, p in cover.unread.items()},
         "asked_for": cover.selection.phrase or None,
-        "step_alignment": None if cover.alignment is None else asdict(cover.alignment),
+        **({} if cover.alignment is None else {"step_alignment": asdict(cover.alignment)}),
         "flights": {s: list(steps) for s, steps in cover.flights.items()},
         "filters": {s: dict(r) for s, r in cover.filters.items()},
     }
