@@ -39,13 +39,16 @@ class Started:
         return None
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         stop_session(only=self._tripwire)
 
 
 def start(directory: str | os.PathLike[str], **settings: str | bool | int) -> Started:
-    """Record into `directory` from the next event on, until `stop`, or to the end of the block: `with start("runs/a"):`.
+    """Record into `directory` from the next event on, until `stop` or the end of the block: `with start("runs/a"):`.
 
     Settings are named like the variables, in lower case and without GRADTRACE_: `detail="params"`. No variable and no
     settings file is read. A relative `directory` begins in the one in which the process was started.

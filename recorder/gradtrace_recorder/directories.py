@@ -19,7 +19,7 @@ def absolute(label: str, text: str, base: str | None = None) -> str:
         raise SettingsError(f"{label} is {text!r}, which names no directory; write runs/a")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
         raise SettingsError(
-            f"{label} is {text!r}, an address; write a directory that is mounted on this machine, and copy it afterwards"
+            f"{label} is {text!r}, an address; write a directory of this machine, and copy it afterwards"
         )
     return os.path.join(_started_in() if base is None else base, os.path.expanduser(text))
 

@@ -24,8 +24,8 @@ class Cost:
     tiny: str
 
 
-# Measured on one CPU core: docs/internals/performance.md, "A step" and "Beside others, in one run". With norms tiny tensors
-# were not measured, and lie between the two others.
+# Measured on one CPU core: docs/internals/performance.md, "A step" and "Beside others, in one run". With norms tiny
+# tensors were not measured, and lie between the two others.
 COSTS = {
     ("native", "off"): Cost(1.006, "1.4"),
     ("native", "norms"): Cost(1.042, "1.4 to 2.4"),
@@ -63,7 +63,9 @@ def greeting(settings: Settings, run: Path, attempt: int, *, is_native: bool) ->
         said.append(f"the last {settings.flight_steps} steps")
     if settings.records("nodes"):
         said.append(_observer(settings, is_native))
-    return f"recording into {run}, attempt {attempt}: {', '.join(said)}; {_cost(settings, is_native)}"
+    return (
+        f"recording into {run}, attempt {attempt}: {', '.join(said)}; {_cost(settings, is_native)}"
+    )
 
 
 def _observer(settings: Settings, is_native: bool) -> str:

@@ -109,7 +109,5 @@ def replay(label: str, text: str) -> Replay:
             f"{label} is {text!r}, which names no Node; write *@0:2, blocks.*.attn or python:MyFunctionBackward"
         )
     if at and not steps.strip():
-        raise SettingsError(
-            f"{label} is {text!r}, which names no step behind the @; write *@0:2"
-        )
+        raise SettingsError(f"{label} is {text!r}, which names no step behind the @; write *@0:2")
     return Replay(text, plain, own, numbers(label, steps) if at else Numbers())

@@ -261,7 +261,9 @@ def unknown_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(
         f"{name} is no variable of gradtrace's, and not used; {meant(bare, known, PREFIX)}"
         for name, text in sorted(environment.items())
-        if (bare := _without_prefix(name)) is not None and name.removeprefix(PREFIX) not in known and text
+        if (bare := _without_prefix(name)) is not None
+        and name.removeprefix(PREFIX) not in known
+        and text
     )
 
 
@@ -278,9 +280,7 @@ def settings_of(directory: str | os.PathLike[str], **given: str | bool | int) ->
     """
     unknown = sorted(set(given) - set(_SETTINGS))
     if unknown:
-        raise TypeError(
-            f"there is no setting {unknown[0]!r}; {meant(unknown[0], [*_SETTINGS])}"
-        )
+        raise TypeError(f"there is no setting {unknown[0]!r}; {meant(unknown[0], [*_SETTINGS])}")
     texts = {name: (PREFIX + name.upper(), str(value)) for name, value in given.items()}
     return _settings(absolute("the directory", os.fspath(directory)), texts, ())
 

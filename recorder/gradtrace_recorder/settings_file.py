@@ -1,6 +1,6 @@
 """A settings file: the variables' names in lower case, in TOML. Standard library only (before Python 3.11: tomli).
 
-Read where GRADTRACE_CONFIG names it, and nowhere else: a pyproject.toml that lies in the directory of a job is not asked.
+Read where GRADTRACE_CONFIG names it, and nowhere else: a pyproject.toml that lies in a job's directory is not asked.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ def read_settings_file(label: str, path: str, known: Collection[str]) -> Setting
                 f"native_cache in {path!r} is not used: the build reads no file; set GRADTRACE_NATIVE_CACHE"
             )
         else:
-            remarks.append(
-                f"{key} in {path!r} is no setting, and not used; {meant(key, [*known])}"
-            )
+            remarks.append(f"{key} in {path!r} is no setting, and not used; {meant(key, [*known])}")
     return SettingsFile(path, values, tuple(remarks))
 
 

@@ -1,7 +1,7 @@
 """A small job for `analyzer doctor`: it trains for about a second, and says how long a step took.
 
-Run as `python -m gradtrace_recorder.trial`, bare or with a GRADTRACE_DIR, as any script would be: it calls nothing of the
-recorder's. Processor time of the thread, so that other work on the machine tells little.
+Run as `python -m gradtrace_recorder.trial`, bare or with a GRADTRACE_DIR, as any script would be: it calls nothing of
+the recorder's. Processor time of the thread, so that other work on the machine tells little.
 """
 
 from __future__ import annotations

@@ -31,9 +31,7 @@ class Globs:
                 recording.problems.add(sentence)
         except Exception as error:
             self._modules, self._replay = (), None
-            recording.problems.add(
-                f"globs could not be looked at: {type(error).__name__}: {error}"
-            )
+            recording.problems.add(f"globs could not be looked at: {type(error).__name__}: {error}")
 
     def _unmatched(self, step: int) -> Iterator[str]:
         modules, self._modules = self._modules, ()

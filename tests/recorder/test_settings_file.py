@@ -1,4 +1,4 @@
-"""A settings file: what it says is read like the variables, which win; what it cannot say is named with file and key."""
+"""A settings file: what it says is read like the variables, which win; what it cannot say is named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def test_file_says_what_variables_say(tmp_path: Path) -> None:
         'strict = true\nflight_steps = 9\n'
     )  # fmt: skip
     assert settings_from({"GRADTRACE_CONFIG": str(file)}) == settings_of(
-        tmp_path / "runs/a", detail="params", steps="0:10,50", ranks="3", modules="a.*,head", strict=True, flight_steps=9
+        tmp_path / "runs/a", detail="params", steps="0:10,50", ranks="3", modules="a.*,head", strict=True,
+        flight_steps=9,
     )  # fmt: skip
 
 

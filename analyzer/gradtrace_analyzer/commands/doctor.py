@@ -10,6 +10,7 @@ import click
 from gradtrace_analyzer.commands import (
     answer,
     attempt_option,
+    examples,
     opened_runs,
     report_format_option,
 )
@@ -24,14 +25,18 @@ from gradtrace_analyzer.sql.views import run_names
 _EXIT: dict[DoctorVerdict, int] = {"well": 0, "wrong": 1, "unknown": 2}
 
 
-@click.command()
+@click.command(epilog=examples("GRADTRACE_DIR=runs/c analyzer doctor", "analyzer doctor runs/a"))
 @click.argument("run", required=False, type=click.Path(path_type=str))
 @click.option(
     "--python",
     metavar="PATH",
     help="The Python that runs the job.  [default: the one that runs the analyzer]",
 )
-@click.option("--trial/--no-trial", default=True, help="Train a small model, bare and recorded: some 20 seconds.")  # fmt: skip
+@click.option(
+    "--trial/--no-trial",
+    default=True,
+    help="Train a small model, bare and recorded: some 20 seconds.",
+)
 @report_format_option
 @attempt_option
 def doctor(
@@ -41,11 +46,11 @@ def doctor(
     format: Literal["table", "json"],
     attempt: int | None,
 ) -> int:
-    """Would a job that is started here be recorded: by which observer, and at what cost. Of a RUN: what is lost, and why.
+    """Would a job that is started here be recorded, and at what cost. Of a RUN: what is lost, and why.
 
-    Without RUN it starts the Python that runs the job, in this environment and this directory, looks at everything that
-    recording needs, and trains a small model in turn bare and recorded. With RUN it tells which ranks recorded what,
-    and what is missing.
+    Without RUN it starts the Python that runs the job, in this environment and this directory, and looks at everything
+    that recording needs. It trains a small model in turn bare and recorded: by which observer, at what cost. With RUN
+    it tells which ranks recorded what, and what is missing.
 
     Exit status: 0 all is well, 1 something is wrong, 2 it cannot be told.
     """

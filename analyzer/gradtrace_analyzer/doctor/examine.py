@@ -55,7 +55,11 @@ def _self_tests(python: Interpreter) -> Iterator[Finding]:
     tests = _found_in(said.answer)
     failed = [test for test in tests if not test.get("ok")]
     if tests and not failed:
-        yield Finding("self-test", "ok", f"all {len(tests)} things that the recorder leans on in torch are there")  # fmt: skip
+        yield Finding(
+            "self-test",
+            "ok",
+            f"all {len(tests)} things that the recorder leans on in torch are there",
+        )
     for test in failed[:_MOST_FAILED]:
         source = test.get("source")
         yield Finding(
@@ -66,7 +70,9 @@ def _self_tests(python: Interpreter) -> Iterator[Finding]:
         )
     if len(failed) > _MOST_FAILED:
         more = len(failed) - _MOST_FAILED
-        yield Finding("self-test", "wrong", f"and {more} more: {python.path} -m gradtrace_recorder self-test")  # fmt: skip
+        yield Finding(
+            "self-test", "wrong", f"and {more} more: {python.path} -m gradtrace_recorder self-test"
+        )
 
 
 def _found_in(answer: Any) -> list[dict[str, Any]]:

@@ -82,11 +82,16 @@ def interpreter(path: str) -> Interpreter:
     try:
         if found is None:
             raise NoPython(
-                f"{path} is no program that can be started; give the Python that runs the job: --python .venv/bin/python"
+                f"{path} is no program that can be started; give the Python that runs the job, as in "
+                "--python .venv/bin/python"
             )
         done = subprocess.run(
-            [found, "-c", "print('here')"], capture_output=True, text=True, timeout=_SECONDS, check=False
-        )  # fmt: skip
+            [found, "-c", "print('here')"],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoPython(f"{path} cannot be started: {error}") from error
     if done.stdout.strip() != "here":

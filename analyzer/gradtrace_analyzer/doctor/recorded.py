@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,22 +52,18 @@ def recorded(run: Run) -> Recorded:
     held, ended = inventory(run), endings(run)
     with contextlib.closing(connect([run])) as connection:
         steps = {rank: rest for rank, *rest in connection.execute(_STEPS).fetchall()}
-    ranks = tuple(
-        RankRecorded(
-            ending.rank,
-            ending.state,
-            *steps.get(ending.rank, (None, None, 0)),
-            tables=tuple(name for name in run.parts if ending.rank in _ranks_of(run, name)),
-        )
-        for ending in ended.ranks
-    )
+    ranks = []
+    for ending in ended.ranks:
+        first, last, count = steps.get(ending.rank, (None, None, 0))
+        tables = tuple(name for name in run.parts if ending.rank in _ranks_of(run, name))
+        ranks.append(RankRecorded(ending.rank, ending.state, first, last, count, tables))
     findings = (
         *_ranks(run, ranks),
         *_closed(run, ended),
         *_lost(run, held),
         *_left_out(held, ranks),
     )
-    return Recorded(run, ranks, findings)
+    return Recorded(run, tuple(ranks), findings)
 
 
 def _ranks_of(run: Run, table: str) -> set[int]:
@@ -127,40 +124,55 @@ def _closed(run: Run, ended: Endings) -> Iterator[Finding]:
             "analyzer doctor, run as those ranks are, says whether they would be recorded",
         )
     if left_out := ended.of("not_asked"):
-        yield Finding("missing", "note", f"{ranks(left_out)} of {run.world_size} left out by GRADTRACE_RANKS")  # fmt: skip
+        yield Finding(
+            "missing", "note", f"{ranks(left_out)} of {run.world_size} left out by GRADTRACE_RANKS"
+        )
     well = ended.of("ended", "raised")
     if well:
-        yield Finding("closed", "ok", f"{ranks(well)} closed {verb(well, 'its', 'their')} recording")
+        yield Finding(
+            "closed", "ok", f"{ranks(well)} closed {verb(well, 'its', 'their')} recording"
+        )
     if raised := ended.of("raised"):
-        yield Finding("exceptions", "note", f"{ranks(raised)} met an exception; nothing of the recording is lost by it", asked)  # fmt: skip
-    if died := ended.of("died", "silent"):
-        yield _not_closed(run, died, ranks(died))
+        yield Finding(
+            "exceptions", "note", f"{ranks(raised)} met an exception; no row is lost by it", asked
+        )
+    if died := ended.of("died"):
+        yield _not_closed(run, died, f"{ranks(died)} died")
+    if silent := ended.of("silent"):
+        yield _not_closed(
+            run, silent, f"{ranks(silent)} {verb(silent, 'gives', 'give')} no sign of life"
+        )
     if lives := ended.of("running", "stuck", "waits"):
-        yield Finding("closed", "note", f"{ranks(lives)} {verb(lives, 'is', 'are')} running: there will be more", asked)  # fmt: skip
+        yield Finding(
+            "closed",
+            "note",
+            f"{ranks(lives)} {verb(lives, 'is', 'are')} running: there will be more",
+            asked,
+        )
     if unknown := ended.of("unknown"):
         yield Finding(
             "closed",
             "wrong",
-            f"{ranks(unknown)} did not close {verb(unknown, 'its', 'their')} recording, and the journal is gone or cannot "
-            "be read: the last rows are lost",
+            f"{ranks(unknown)} did not close {verb(unknown, 'its', 'their')} recording, and the journal is gone "
+            "or cannot be read: the last rows are lost",
             asked,
         )
 
 
-def _not_closed(run: Run, died: Sequence[Ending], ranks: str) -> Finding:
-    """A killed rank loses nothing that its journal keeps."""
-    killed = {ending.rank for ending in died}
+def _not_closed(run: Run, gone: Sequence[Ending], said: str) -> Finding:
+    """A rank that was killed loses nothing that its journal keeps."""
+    ranks = {ending.rank for ending in gone}
     rows = sum(
         len(rows)
         for by_rank in run.leftovers.values()
         for rank, rows in by_rank.items()
-        if rank in killed
+        if rank in ranks
     )
-    said = f"{ranks} did not close {verb(died, 'its', 'their')} recording: the process was killed, or gave no sign of life"
+    said += f" without closing {verb(gone, 'its', 'their')} recording"
     if rows:
-        said += f"; {rows:,} {verb(rows, 'row is', 'rows are')} read from the journal, none is lost"
-        return Finding("closed", "wrong", said, f"analyzer failures {run.path}; analyzer repair {run.path}")  # fmt: skip
-    return Finding("closed", "wrong", said, f"analyzer failures {run.path}")
+        said += f"; {rows:,} {verb(rows, 'row is', 'rows are')} read from the journal"
+    repair = f", analyzer repair {run.path}" if rows else ""
+    return Finding("closed", "wrong", said, f"analyzer failures {run.path}{repair}")
 
 
 def _lost(run: Run, held: Inventory) -> Iterator[Finding]:
@@ -180,7 +192,11 @@ def _lost(run: Run, held: Inventory) -> Iterator[Finding]:
         )
     torn = sum(contents.torn_count for contents in run.journals.values())
     if torn:
-        yield Finding("torn", "note", f"{counted(torn, 'record')} of journals were only half written when the process died")  # fmt: skip
+        yield Finding(
+            "torn",
+            "note",
+            f"{counted(torn, 'record')} of journals were only half written at the end",
+        )
     for problem in held.problems:
         yield Finding("problem", "wrong", problem)
 
@@ -190,11 +206,21 @@ def _left_out(held: Inventory, ranks: Sequence[RankRecorded]) -> Iterator[Findin
     if asked := _asked(held.settings):
         yield Finding("settings", "note", f"by request: {asked}")
     if held.unsummarised:
-        yield Finding("unsummarised", "note", f"without a summary, by reason: {counts_phrase(held.unsummarised)}")  # fmt: skip
+        yield Finding(
+            "unsummarised",
+            "note",
+            f"without a summary, by reason: {counts_phrase(held.unsummarised)}",
+        )
     if held.left_to_python:
-        yield Finding("left to Python", "note", f"backward passes that the native observer did not watch, by reason: {counts_phrase(held.left_to_python)}")  # fmt: skip
+        yield Finding(
+            "left to Python",
+            "note",
+            f"backward passes, by reason: {counts_phrase(held.left_to_python)}",
+        )
     if held.replay_skipped:
-        yield Finding("not run again", "note", f"Nodes, by reason: {counts_phrase(held.replay_skipped)}")  # fmt: skip
+        yield Finding(
+            "not run again", "note", f"Nodes, by reason: {counts_phrase(held.replay_skipped)}"
+        )
     there = [one for one in ranks if one.tables]
     for table in sorted({name for one in there for name in one.tables}):
         of = [one.rank for one in there if table in one.tables]
@@ -205,10 +231,16 @@ def _left_out(held: Inventory, ranks: Sequence[RankRecorded]) -> Iterator[Findin
 def _asked(settings: Mapping[str, Sequence[str]]) -> str:
     """Settings that leave something out."""
     usual = {
-        "detail": {"nodes"}, "summary": {"full"}, "steps": {"[]"}, "ranks": {"[]"}, "modules": {"[]"}, "mode": {"whole"},
+        "detail": {"nodes"}, "summary": {"full"}, "steps": {"[]"}, "ranks": {"[]"}, "modules": {"[]"},
+        "mode": {"whole"},
     }  # fmt: skip
     return ", ".join(
-        f"{name} {' and '.join(values)}"
+        f"{name} {' and '.join(map(_plain, values))}"
         for name, values in settings.items()
         if name in usual and set(values) - usual[name]
     )
+
+
+def _plain(value: str) -> str:
+    """`0:10:1,50:51:1` of a list in JSON, as settings lie in the inventory."""
+    return ",".join(json.loads(value)) if value.startswith("[") else value

@@ -40,7 +40,9 @@ def _versions(facts: Facts) -> Finding:
         oldest = ".".join(map(str, OLDEST["python"]))
         return Finding("python", "wrong", f"{said}; gradtrace needs {oldest} or newer")
     if facts["system"] != "Linux":
-        return Finding("python", "wrong", f"{said}, on {facts['system']}; gradtrace records on Linux alone")  # fmt: skip
+        return Finding(
+            "python", "wrong", f"{said}, on {facts['system']}; gradtrace records on Linux alone"
+        )
     return _tested("python", version, said)
 
 
@@ -168,7 +170,9 @@ def _directory(facts: Facts) -> Iterator[Finding]:
         )
     elif space is not None:
         is_small = space["free_bytes"] < _SMALL_DISK
-        each = "" if needed is None else f"; each rank allocates {bytes_text(needed)} when it begins"
+        each = (
+            "" if needed is None else f"; each rank allocates {bytes_text(needed)} when it begins"
+        )
         yield Finding(
             "disk",
             "note" if is_small else "ok",
@@ -192,14 +196,22 @@ def _machine(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "limits",
             "wrong",
-            f"no file may be larger than {bytes_text(limits['file_bytes'])} (ulimit -f); a journal is {bytes_text(needed)}",
+            f"no file may be larger than {bytes_text(limits['file_bytes'])} (ulimit -f); "
+            f"a journal is {bytes_text(needed)}",
             "ulimit -f unlimited",
         )
     elif limits["memory_bytes"] is not None:
-        said = f"a process may map {bytes_text(limits['memory_bytes'])} (ulimit -v), {bytes_text(needed)} of it for a journal"
+        said = (
+            f"a process may map {bytes_text(limits['memory_bytes'])} (ulimit -v), "
+            f"{bytes_text(needed)} of it for a journal"
+        )
         yield Finding("limits", "note", said)
     elif limits["open_files"] is not None and limits["open_files"] < _FEW_FILES:
-        yield Finding("limits", "note", f"{limits['open_files']} files may be open (ulimit -n); gradtrace takes two")  # fmt: skip
+        yield Finding(
+            "limits",
+            "note",
+            f"{limits['open_files']} files may be open (ulimit -n); gradtrace takes two",
+        )
     else:
         yield Finding("limits", "ok", "none that recording would meet")
 
@@ -213,9 +225,13 @@ def _native(facts: Facts, python: str) -> Finding:
     if about["loads"]:
         return Finding(name, "ok", f"built for this torch and this Python: {about['built']}")
     if about["built"]:
-        return Finding(name, "wrong", f"built, and does not load: {about['why']}", f"{build} --again")
+        return Finding(
+            name, "wrong", f"built, and does not load: {about['why']}", f"{build} --again"
+        )
     if about["why"]:
-        return Finding(name, "note", f"not to be had: {about['why']}; Nodes are watched by the Python observer")
+        return Finding(
+            name, "note", f"not to be had: {about['why']}; Nodes are watched by the Python observer"
+        )
     if about["compiler"] is None:
         return Finding(
             name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,24 +40,38 @@ class Trial:
 def tried(python: Interpreter, settings: Mapping[str, Any] | None) -> tuple[Trial | None, Finding]:
     """The trial, and what it shows; no trial where a job failed or was not recorded."""
     given = {name: str(value) for name in _TAKEN_OVER if (value := (settings or {}).get(name))}
+    try:
+        folder = tempfile.mkdtemp(prefix="gradtrace-doctor-")
+    except OSError as error:
+        return None, Finding("trial", "unknown", f"no small job was run: {error}")
+    try:
+        return _tried_in(Path(folder), python, given)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tried_in(
+    folder: Path, python: Interpreter, given: Mapping[str, str]
+) -> tuple[Trial | None, Finding]:
     bare: list[Mapping[str, Any]] = []
     recorded: list[Mapping[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="gradtrace-doctor-") as folder:
-        with progress("training a small model, bare and recorded"):
-            for number in range(_ROUNDS):
-                for answers, place in ((bare, None), (recorded, Path(folder) / str(number))):
-                    said = python.trial(place, given)
-                    if said.answer is None:
-                        how = "bare" if place is None else "recorded"
-                        return None, Finding("trial", "unknown", f"a small job fails when run {how}: {said.why}")  # fmt: skip
-                    answers.append(said.answer)
-        try:
-            run = open_run(Path(folder) / "0")
-        except GradtraceError:
-            return None, Finding(
-                "trial", "wrong", "a small job was run with GRADTRACE_DIR, and nothing was recorded"
-            )
-        return _judged(run, bare, recorded)
+    with progress("training a small model, bare and recorded"):
+        for number in range(_ROUNDS):
+            for answers, place in ((bare, None), (recorded, folder / str(number))):
+                said = python.trial(place, given)
+                if said.answer is None:
+                    how = "bare" if place is None else "recorded"
+                    return None, Finding(
+                        "trial", "unknown", f"a small job fails when run {how}: {said.why}"
+                    )
+                answers.append(said.answer)
+    try:
+        run = open_run(folder / "0")
+    except GradtraceError:
+        return None, Finding(
+            "trial", "wrong", "a small job was run with GRADTRACE_DIR, and nothing was recorded"
+        )
+    return _judged(run, bare, recorded)
 
 
 def _judged(
@@ -76,8 +91,9 @@ def _judged(
     return trial, Finding(
         "trial",
         "ok",
-        f"a small job was recorded, by the {trial.observer.replace('python', 'Python')} observer: a step of {trial.model} "
-        f"takes {ms_text(trial.bare_ns)} bare and {ms_text(trial.recorded_ns)} recorded, {trial.ratio:.2f} times as long "
+        f"a small job was recorded, by the {trial.observer.replace('python', 'Python')} observer: "
+        f"a step of {trial.model} takes {ms_text(trial.bare_ns)} bare and {ms_text(trial.recorded_ns)} recorded, "
+        f"{trial.ratio:.2f} times as long "
         f"(processor time of its thread, {trial.steps} steps or more a round)",
     )
 

@@ -11,14 +11,14 @@ from gradtrace_analyzer.doctor.trials import Trial
 
 _MARKS: dict[Mark, str] = {"ok": "ok", "note": "--", "wrong": "!!", "unknown": "??"}
 _OF_JOBS: dict[DoctorVerdict, str] = {
-    "well": "A job that is started here is recorded.",
+    "well": "Nothing was found that keeps a job that is started here from being recorded.",
     "wrong": "Something is wrong here: see the lines with !!.",
     "unknown": "It cannot be told whether a job that is started here is recorded: see the lines with ??.",
 }
 _OF_RUNS: dict[DoctorVerdict, str] = {
     "well": "Nothing is lost.",
-    "wrong": "Something is missing: see the lines with !!.",
-    "unknown": "It cannot be told what is missing: see the lines with ??.",
+    "wrong": "Something is wrong with it: see the lines with !!.",
+    "unknown": "It cannot be told whether anything is lost: see the lines with ??.",
 }
 
 
@@ -35,12 +35,15 @@ def lines(findings: Sequence[Finding], *, is_of_a_run: bool) -> Iterator[str]:
 
 def explanation(findings: Sequence[Finding], *, is_of_a_run: bool) -> str:
     """One sentence over all."""
-    return (_OF_RUNS if is_of_a_run else _OF_JOBS)[verdict(findings)]
+    if is_of_a_run:
+        return _OF_RUNS[verdict(findings)]
+    was_tried = any((finding.name, finding.mark) == ("trial", "ok") for finding in findings)
+    if was_tried and verdict(findings) == "well":
+        return "A job that is started here is recorded."
+    return _OF_JOBS[verdict(findings)]
 
 
-def job_object(
-    python: str, findings: Sequence[Finding], trial: Trial | None
-) -> dict[str, Any]:
+def job_object(python: str, findings: Sequence[Finding], trial: Trial | None) -> dict[str, Any]:
     """The answer about this place."""
     return {
         **_object(findings, is_of_a_run=False),
