@@ -47,8 +47,9 @@ class Guard:
 
     def failed(self, error: Exception) -> None:
         """Close the source because of our own error. Raises it again in strict mode, and where a signal
-        handler of the job raised it: such an exception came through us by chance."""
-        if is_of_a_signal_handler(error):
+        handler of the job raised it: such an exception came through us by chance. Where Python has no frames left
+        it is raised too, and nothing is closed: see `standing`, where one event is lost then."""
+        if isinstance(error, RecursionError) or is_of_a_signal_handler(error):
             raise error
         self.is_open = False
         place = traceback.extract_tb(error.__traceback__)

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-_get_sequence_nr = torch._C._autograd._get_sequence_nr
+from gradtrace_recorder.privates import found
+
+_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 
 # A wrapper owns the model under this attribute, and its name is no part of an FQN.
 _WRAPPER_ATTRIBUTES = {

@@ -13,6 +13,7 @@ torch/csrc/distributed/c10d/default_comm_hooks.cpp.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from gradtrace_recorder.call_sites import passed_over
 
 _TORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 
@@ -65,6 +68,7 @@ class Relay:
         """The job's hook moves in."""
         self.state, self.hook, self.hook_name = state, hook, name
 
+    @passed_over
     def __call__(self, state: Any, bucket: Any) -> Any:
         """Reduce a bucket; called by the reducer on an autograd thread, or by `join` on the job's."""
         observer = self._relays.observer
@@ -151,13 +155,15 @@ class Relays:
         self._is_attached = True
         if self._patches or not dist.is_available():
             return
-        from torch.distributed.algorithms.join import Join
         from torch.nn.parallel import DistributedDataParallel as Ddp
 
         self._patch(dist, "_register_comm_hook", self._register)
         self._patch(dist, "_register_builtin_comm_hook", self._register_builtin)
         self._patch(Ddp, "_ddp_init_helper", self._ddp_made)
-        self._patch(Join, "notify_join_context", self._joining, static=True)
+        with contextlib.suppress(ImportError):
+            from torch.distributed.algorithms.join import Join
+
+            self._patch(Join, "notify_join_context", self._joining, static=True)
 
     def detach(self) -> None:
         """Observe no more, and unwrap; while a free relay lives, its reducer still needs what is wrapped."""
@@ -239,7 +245,9 @@ class Relays:
         return next((d for d in self.ddps if getattr(d, "reducer", None) is reducer), None)
 
     def _patch(self, owner: Any, name: str, wrapper: Any, *, static: bool = False) -> None:
-        original = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+        original = vars(owner).get(name)
+        if original is None:
+            return  # of another torch: `privates` closes the source that needs it
         called = original.__func__ if static else original
 
         @functools.wraps(called)

@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from gradtrace_recorder.call_sites import passed_over_file
 from gradtrace_recorder.dynamo import never_compiled
 
 _PLACE = "what is called instead stands here"
@@ -44,6 +45,7 @@ class SeenFunctions:
         ours = template.replace(
             co_consts=tuple(called if c == _PLACE else c for c in template.co_consts),
             co_name=code.co_name,
+            co_filename=passed_over_file(template.co_filename),
         )
         # What looks at its parameters goes on seeing them.
         is_signed = not hasattr(function, "__signature__")

@@ -7,6 +7,7 @@ the run's directory, allocates the journal and starts the drain thread.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import sys
 import threading
@@ -15,7 +16,19 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from gradtrace_recorder import identity
 from gradtrace_recorder.guard import MOST_INTERRUPTS, Guard, Problems, say
+from gradtrace_recorder.privates import (
+    BACKWARD,
+    DDP,
+    FSDP,
+    MODULES,
+    OPTIMIZER,
+    PIPELINE,
+    SUMMARIES,
+    is_first_rank,
+    verdict_at_start,
+)
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.settings import Settings
 from gradtrace_recorder.sources.ddp import DdpSource
@@ -25,6 +38,7 @@ from gradtrace_recorder.sources.modules import ModuleSource
 from gradtrace_recorder.sources.optimizer import OptimizerSource
 from gradtrace_recorder.sources.pipeline import PipelineSource
 from gradtrace_recorder.sources.telling import tell_at_first_backward
+from gradtrace_recorder.standing import TOLD
 from gradtrace_schemas.journal import IN_MODULE, IN_OPTIMIZER, NULL_STRING
 
 # At exit the job waits for us no longer than this; what is not drained by then stays in the journal.
@@ -35,24 +49,47 @@ class Session:
     """The hooks of a process that trains, and its recording."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
         self.problems = Problems(settings.strict)
+        self._lacks = verdict_at_start(identity.versions()["gradtrace"])
+        if SUMMARIES in self._lacks.closed:
+            settings = dataclasses.replace(settings, summary="off")
+        self.settings = settings
         self.gate = Gate(settings, self._open)
-        self._ddp = ddp = DdpSource(self.gate, Guard("DDP source", self.problems))
-        fsdp = FsdpSource(self.gate, Guard("FSDP source", self.problems), ddp)
-        self.modules = ModuleSource(self.gate, Guard("module source", self.problems), ddp, fsdp)
-        self.optimizers = OptimizerSource(self.gate, Guard("optimizer source", self.problems))
-        engine = EngineSource(self.gate, Guard("backward source", self.problems), ddp, self.modules)
-        self.pipeline = PipelineSource(self.gate, Guard("pipeline source", self.problems))
-        self._sources = (ddp, fsdp, self.modules, engine, self.optimizers, self.pipeline)
+        names = (DDP, FSDP, MODULES, BACKWARD, OPTIMIZER, PIPELINE)
+        self._guards = guards = [Guard(name, self.problems) for name in names]
+        self._ddp = ddp = DdpSource(self.gate, guards[0])
+        fsdp = FsdpSource(self.gate, guards[1], ddp)
+        self.modules = ModuleSource(self.gate, guards[2], ddp, fsdp)
+        self.engine = EngineSource(self.gate, guards[3], ddp, self.modules)
+        self.optimizers = OptimizerSource(self.gate, guards[4])
+        self.pipeline = PipelineSource(self.gate, guards[5])
+        self._sources: tuple[Any, ...] = (
+            ddp,
+            fsdp,
+            self.modules,
+            self.engine,
+            self.optimizers,
+            self.pipeline,
+        )
         self._live: _Live | None = None
         self._interrupts = 0
         self._pid = os.getpid()
 
     def arm(self) -> None:
-        """Put the hooks in place. Nothing is written before one of them is called."""
-        for source in self._sources:
-            source.attach()
+        """Put the hooks in place. Nothing is written before one of them is called.
+
+        A source that this torch has not what it needs for is left out.
+        """
+        if self._lacks.note and is_first_rank():
+            say(self._lacks.note)
+        for text in self._lacks.problems:
+            self.problems.add(text)
+        if self._lacks.closed:
+            TOLD.forget()
+        for source, guard in zip(self._sources, self._guards, strict=True):
+            guard.is_open = guard.source not in self._lacks.closed
+            if guard.is_open:
+                source.attach()
         atexit.register(self.stop)
         _armed.add(self)
 
@@ -79,7 +116,7 @@ class Session:
                     raise
 
     def _open(self) -> Recording | None:
-        from gradtrace_recorder import environment, identity
+        from gradtrace_recorder import environment
         from gradtrace_recorder.claim import NotOurs
         from gradtrace_recorder.greeting import tell_beginning
         from gradtrace_recorder.summaries.summariser import unseen
@@ -162,6 +199,9 @@ def _load() -> None:
     import gradtrace_recorder.rows
     import gradtrace_recorder.summaries.device.join
     import gradtrace_recorder.versions  # noqa: F401
+    from gradtrace_recorder.dynamo import nothing_of_ours_is_compiled
+
+    nothing_of_ours_is_compiled()
 
 
 class _Live:
@@ -170,7 +210,7 @@ class _Live:
     def __init__(
         self, settings: Settings, who: Any, problems: Problems, autocast: dict[str, str]
     ) -> None:
-        from gradtrace_recorder import environment, identity
+        from gradtrace_recorder import environment
         from gradtrace_recorder.claim import NotOurs, claim_place, living_rival
         from gradtrace_recorder.drain import Drain
         from gradtrace_recorder.flight import Flight

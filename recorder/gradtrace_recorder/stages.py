@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gradtrace_recorder.call_sites import passed_over
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.imports import AfterImport
 from gradtrace_recorder.seen import SeenFunctions
@@ -69,7 +70,7 @@ class Stages:
         def part(name: str) -> Any:
             return sys.modules.get(f"{_PACKAGE}.{name}")
 
-        schedules, base = part("schedules"), part("stage")._PipelineStageBase
+        schedules, base = part("schedules"), getattr(part("stage"), "_PipelineStageBase", None)
         owners = [(part("_backward"), name) for name in ("stage_backward", "stage_backward_input")]
         owners += [(part("_backward"), "stage_backward_weight")]
         owners += [(base, name) for name in _METHODS]
@@ -116,6 +117,7 @@ class Stages:
                 return None
             return around(*args, **kwargs)
 
+        passed_over(around), passed_over(one_by_one)
         never_compiled(around, one_by_one, calls_the_job=True)
         return one_by_one if name == WAIT else around
 

@@ -1,35 +1,29 @@
-"""What waits in an armed process for the first event: three light hooks, and what stands around DDP and pipelines.
+"""What waits in an armed process for the first event: it is told by what stands in torch, DDP and pipelines.
 
 Launchers, data workers and tools import torch too. Until a module is called, the engine is entered, an optimizer steps
-or a pipeline stage acts, only the standard library and torch are loaded; then the session takes the hooks' place, and
-the event that woke it is its first. `relays` and `stages` stand from the start: a reducer is given its hook before
-anything of it is called.
+or a pipeline stage acts, only the standard library and torch are loaded; then the session is told in its place, and
+the event that woke it is its first. `standing`, `relays` and `stages` stand from the start: what is compiled is guarded
+on hooks that are there, and a reducer is given its hook before anything of it is called.
 """
 
 from __future__ import annotations
 
-import sys
+import atexit
 import threading
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.autograd import Variable
-from torch.nn.modules import module as torch_modules
-from torch.optim import optimizer as torch_optimizer
-from torch.utils.hooks import RemovableHandle
-
-from gradtrace_recorder.call_sites import called_from
-from gradtrace_recorder.dynamo import never_compiled
+from gradtrace_recorder.dynamo import never_compiled, nothing_of_ours_is_compiled
 from gradtrace_recorder.guard import MOST_INTERRUPTS, say
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.settings import Settings
 from gradtrace_recorder.stages import STAGES
+from gradtrace_recorder.standing import STANDING, TOLD, Begun, has_room
 
 if TYPE_CHECKING:
     from gradtrace_recorder.session import Session
 
-_is_compiling = torch.compiler.is_compiling
-_tracing_state = torch._C._get_tracing_state
+# A recording begins with imports, one inside the other: so many frames of Python's at most, and as many again.
+BEGINNING_FRAMES = 200
 
 
 class Tripwire:
@@ -38,37 +32,25 @@ class Tripwire:
     def __init__(self, settings: Settings) -> None:
         self.session: Session | None = None
         self._settings = settings
-        self._handles: list[RemovableHandle] = []
-        self._engine: Any = None
-        self._is_springing = False
+        self._is_set = self._is_springing = False
+        self._waits_for_room = False
         self._interrupts = 0
         self._lock = threading.RLock()  # several threads may come first at once
 
     def set(self) -> None:
-        """Put the light hooks in place."""
-        _quiet_compile_warning()
-        self._handles = [
-            torch_modules.register_module_forward_pre_hook(self._module_called),
-            torch_optimizer.register_optimizer_step_pre_hook(self._optimizer_steps),
-        ]
-        self._engine = Variable._execution_engine
+        """Wait for the first event."""
+        TOLD.module_called = self._module_called
+        TOLD.optimizer_steps = self._optimizer_steps
+        TOLD.pass_begins = self._pass_begins
+        self._is_set = True
+        if not STANDING.attach():
+            say(
+                "no calls of modules and no optimizer steps are recorded: functions were compiled before recording "
+                "began, and this job forbids to compile them again; set GRADTRACE_DIR, or call start() before"
+            )
         RELAYS.attach()
         STAGES.attach(self.spring)
-        tripwire = self
-
-        class WaitingEngine(type(self._engine)):  # type: ignore[misc]
-            """The engine until it is entered."""
-
-            def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-                run = super().run_backward
-                if _is_compiling() or _tracing_state():
-                    return run(*args, **kwargs)
-                if tripwire.spring() is None:
-                    return called_from(sys._getframe(1))(run, args, kwargs)
-                return Variable._execution_engine.run_backward(*args, **kwargs)
-
-        never_compiled(WaitingEngine.run_backward, calls_the_job=True)
-        Variable._execution_engine = WaitingEngine()
+        nothing_of_ours_is_compiled()
 
     def spring(self) -> Session | None:
         """The session, started now if this is the first event; None where it could not be."""
@@ -76,14 +58,13 @@ class Tripwire:
             return self.session or self._sprung()
 
     def _sprung(self) -> Session | None:
-        if self._engine is not None and not self._is_springing:
+        if self._is_set and not self._is_springing and self._finds_room():
             self._is_springing = True
             try:
-                # The hooks stay meanwhile: what comes first on other threads waits in them, and is recorded.
+                # What comes first on other threads waits here meanwhile, and is recorded.
                 from gradtrace_recorder.session import Session
 
                 session = Session(self._settings)
-                self._clear()
                 session.arm()
                 self.session = session
             except Exception as error:
@@ -95,12 +76,29 @@ class Tripwire:
                     raise
             except BaseException:  # an interrupt, which is the job's: the next event tries again
                 self._interrupts += 1
-                self._is_springing = self._engine is None or self._interrupts > MOST_INTERRUPTS
+                self._is_springing = not self._is_set or self._interrupts > MOST_INTERRUPTS
                 if self._is_springing:
                     self._clear()
                     say("nothing is recorded: interrupted at its start; the job goes on without")
                 raise
         return self.session
+
+    def _finds_room(self) -> bool:
+        """Whether Python has the frames that a beginning needs; if not, a later event may have them."""
+        if has_room(BEGINNING_FRAMES):
+            return True
+        TOLD.short += 1
+        if not self._waits_for_room:
+            self._waits_for_room = True
+            atexit.register(self._say_that_there_was_none)
+        return False
+
+    def _say_that_there_was_none(self) -> None:
+        if self._is_set and self.session is None:
+            say(
+                f"nothing is recorded: wherever the job called torch, Python had less than {BEGINNING_FRAMES} frames "
+                "left (sys.setrecursionlimit)"
+            )
 
     def stop(self, timeout: float) -> None:
         """Remove every hook; close the recording where there is one."""
@@ -108,42 +106,27 @@ class Tripwire:
         session, self.session = self.session, None
         if session is not None:
             session.stop(timeout)
+        STANDING.detach()
         RELAYS.detach()
         STAGES.detach()
+        atexit.unregister(self._say_that_there_was_none)
 
     def _clear(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        if self._engine is not None:
-            Variable._execution_engine = self._engine
-            self._engine = None
+        self._is_set = False
+        TOLD.forget()
 
     def _module_called(self, module: Any, args: Any) -> None:
-        if _is_compiling() or _tracing_state():
-            return
         session = self.spring()
         if session is not None:
             session.modules.before(module, args)
 
-    def _optimizer_steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if _is_compiling() or _tracing_state():
-            return
+    def _optimizer_steps(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         session = self.spring()
-        if session is not None:
-            session.optimizers.before(optimizer, args, kwargs)
+        return None if session is None else session.optimizers.before(optimizer, args, kwargs)
 
-
-def _quiet_compile_warning() -> None:
-    """Global module hooks make a compiled module warn that they may not be compiled; ours end at once there.
-
-    Source: torch/_dynamo/eval_frame.py, `OptimizedModule.__call__` (2.13).
-    """
-    import warnings
-
-    warnings.filterwarnings(
-        "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
-    )
+    def _pass_begins(self, args: Any, kwargs: Any) -> Begun | None:
+        session = self.spring()
+        return None if session is None else session.engine.begins(args, kwargs)
 
 
 never_compiled(Tripwire)

@@ -19,14 +19,15 @@ from typing import Any
 import torch
 
 from gradtrace_recorder.attribution import Frame
+from gradtrace_recorder.privates import found
 
 # About 3 MB; what was seen before is forgotten.
 _MOST_SIGHTINGS = 20_000
 _VERSIONS = re.compile(r"is at version (\d+); expected version (\d+) instead")
 
 _address = getattr(torch._C, "_data_address", None) or torch.Tensor.data_ptr
-_modes = torch._C._len_torch_function_stack
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_modes = found("torch._C._len_torch_function_stack", lambda: 0)
+_is_wrapped = found("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 _LEAVING = ("out", "passed")
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 

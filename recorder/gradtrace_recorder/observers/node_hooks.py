@@ -17,6 +17,7 @@ from gradtrace_recorder.attribution import Frame
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.observers.replay import NOT_REPLAYED, NodeReplay, Verdict
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.rows import NODE_EVENTS
 from gradtrace_recorder.summaries.device.times import Moment
 from gradtrace_recorder.summaries.handed_on import Gradients, handed_on, memory_address
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 _NODE_TENSORS = KINDS["node_tensors"]
 # What autograd says of a Node without a number: AccumulateGrad.
 NO_SEQUENCE_NUMBER = 2**64 - 1
-_graph_task = torch._C._current_graph_task_id
-_get_sequence_nr = torch._C._autograd._get_sequence_nr
+_graph_task = found("torch._C._current_graph_task_id", lambda: -1)
+_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 _get_ident = threading.get_ident
 _clock = time.monotonic_ns
 

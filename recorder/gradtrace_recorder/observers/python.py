@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from gradtrace_recorder.attribution import Frame
@@ -23,13 +22,19 @@ from gradtrace_recorder.observers.leaf_tables import hook_first, take_off
 from gradtrace_recorder.observers.node_hooks import NO_MODULE, NO_SEQUENCE_NUMBER, NodeHooks
 from gradtrace_recorder.observers.release import release_in_pieces, release_waiting
 from gradtrace_recorder.observers.replay import NOT_REPLAYED, NodeReplay
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.recording import Recording
+from gradtrace_recorder.summaries.summariser import is_functorch_wrapped
 from gradtrace_recorder.summaries.values import NOTHING
 from gradtrace_schemas.journal import NULL_BOOL, NULL_INT32, NULL_STRING
 
 # event_index, node_name, root, module_fqn and call_index of the Node in which a pass failed, if it was in one.
 Culprit = tuple[int | None, int, int, int, int]
 GradientReady = Callable[[torch.Tensor, int], None]
+
+
+# The class of Nodes of Functions that are defined in Python.
+_FUNCTION_NODE = found("torch.autograd.function.BackwardCFunction", ())
 
 
 class EngineCall(NamedTuple):
@@ -177,7 +182,7 @@ class PassWatch:
             elif recording.settings.modules:
                 continue
             hooks = NodeHooks(self, name, number, frame, occurrence)
-            hooks.python_defined = isinstance(node, BackwardCFunction)
+            hooks.python_defined = isinstance(node, _FUNCTION_NODE)
             if self._replay is not None:
                 hooks.replay = self._prepared(node, hooks.frame)
             self._hook(node, hooks)
@@ -292,7 +297,7 @@ def node_of(output: Any) -> Any:
     """The Node that a tensor, or a GradientEdge, starts from, None for none."""
     if not isinstance(output, torch.Tensor):
         return getattr(output, "node", None)
-    if torch._C._functorch.is_functorch_wrapped_tensor(output):
+    if is_functorch_wrapped(output):
         return None
     return output.grad_fn
 

@@ -23,8 +23,15 @@ import torch
 
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import is_of_a_signal_handler
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.summaries.handed_on import Gradients
-from gradtrace_recorder.summaries.summariser import unseen
+from gradtrace_recorder.summaries.summariser import (
+    enable_record_function,
+    is_functorch_wrapped,
+    is_legacy_batched,
+    profiler_enabled,
+    unseen,
+)
 from gradtrace_schemas.journal import NULL_BOOL, NULL_FLOAT
 
 # Whether both runs agree, and how far they are apart, as a record holds them.
@@ -38,8 +45,10 @@ _PIECE = 1 << 20
 # Told that the graph is freed after them, they use up what they saved (`retain_variables` in derivatives.yaml, 2.13).
 _USES_UP = ("CudnnRnn", "MiopenRnn", "MkldnnRnn")
 
-_current_node = torch._C._current_autograd_node
-_get_sequence_nr = torch._C._autograd._get_sequence_nr
+_FUNCTION_NODE = found("torch.autograd.function.BackwardCFunction", ())
+_dispatch_modes = found("torch._C._len_torch_dispatch_stack", lambda: 0)
+_current_node = found("torch._C._current_autograd_node", lambda: None)
+_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 
 
 class _Running(threading.local):
@@ -60,7 +69,7 @@ class Replays:
     def prepared(self, node: Any, *, by_request: bool, is_leaf: bool = False) -> NodeReplay:
         """What to do with a chosen Node. `by_request`: a Function of the job's was asked for as such."""
         # An extension's Functions have no class of their own in Python (`CppNode`).
-        own = isinstance(node, torch.autograd.function.BackwardCFunction)
+        own = isinstance(node, _FUNCTION_NODE)
         kind = type(node).__name__
         is_function = own or kind == "CppFunction"
         is_copy = kind == "CopySlices"
@@ -137,7 +146,7 @@ class NodeReplay:
         if torch.is_grad_enabled():
             # Formulas differ when they must be differentiable, and a second run would number Nodes.
             return "under create_graph"
-        if torch._C._len_torch_dispatch_stack():
+        if _dispatch_modes():
             return "a mode of the job's is on"
         if not self.is_first:
             return "a hook of the job's may have replaced what it gave"
@@ -172,10 +181,7 @@ def _versions(gradients: Gradients) -> tuple[tuple[int, int] | None, ...]:
 def _why_not_comparable(gradient: torch.Tensor) -> str | None:
     if type(gradient) not in _PLAIN:
         return f"subclass {type(gradient).__name__}"
-    functorch = torch._C._functorch
-    if functorch.is_functorch_wrapped_tensor(gradient) or functorch.is_legacy_batchedtensor(
-        gradient
-    ):
+    if is_functorch_wrapped(gradient) or is_legacy_batched(gradient):
         return "functorch wrapper"
     if gradient.layout not in (torch.strided, torch.sparse_coo) or gradient.is_nested:
         return f"layout {str(gradient.layout).removeprefix('torch.')}"
@@ -210,14 +216,14 @@ def _has_hooks(node: Any) -> bool:
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
     """A profiler of the job's sees no second run."""
-    if not torch._C._autograd._profiler_enabled():
+    if not profiler_enabled():
         yield
         return
-    torch._C._autograd._enable_record_function(False)
+    enable_record_function(False)
     try:
         yield
     finally:
-        torch._C._autograd._enable_record_function(True)
+        enable_record_function(True)
 
 
 @contextlib.contextmanager

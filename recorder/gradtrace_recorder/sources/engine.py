@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import threading
@@ -11,10 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 
-from gradtrace_recorder.call_sites import called_from
-from gradtrace_recorder.dynamo import never_compiled
+from gradtrace_recorder.dynamo import never_compiled, traces_a_graph
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
 from gradtrace_recorder.observers.native.observer import NativeObserver
@@ -27,14 +24,20 @@ from gradtrace_recorder.observers.python import (
     nodes_numbered,
 )
 from gradtrace_recorder.observers.replay import RUNNING
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.sources.ddp import DdpSource
 from gradtrace_recorder.sources.dry_runs import is_dry_run
 from gradtrace_recorder.sources.modules import ModuleSource
-from gradtrace_recorder.sources.state import inside_backward, record_gradients
+from gradtrace_recorder.sources.state import (
+    current_graph_task,
+    inside_backward,
+    record_gradients,
+)
+from gradtrace_recorder.standing import TOLD, has_room
 from gradtrace_recorder.summaries.device.times import Moment
-from gradtrace_recorder.summaries.summariser import unasked, unseen
+from gradtrace_recorder.summaries.summariser import is_functorch_wrapped, unasked, unseen
 from gradtrace_recorder.versions import Change
 from gradtrace_schemas.journal import (
     AFTER_BACKWARD,
@@ -45,9 +48,9 @@ from gradtrace_schemas.journal import (
 )
 
 _get_ident = threading.get_ident
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
-_is_compiling = torch.compiler.is_compiling
-_tracing_state = torch._C._get_tracing_state
+_NO_DISPATCH = found("torch._C._disabled_torch_dispatch_impl", None)
+# Of Python's that the hooks on a Node may need, whatever the tensors.
+PASS_FRAMES = 80
 
 
 class _ThreadState(threading.local):
@@ -56,10 +59,7 @@ class _ThreadState(threading.local):
 
 
 class EngineSource:
-    """Stands in the engine's place: `Variable._execution_engine` becomes an instance of a subclass.
-
-    That sees calls that go past `torch.autograd.backward` too. Each call gets one observer's watch.
-    """
+    """Told of every call into the engine by what stands before it. Each call gets one observer's watch."""
 
     def __init__(self, gate: Gate, guard: Guard, ddp: DdpSource, modules: ModuleSource) -> None:
         self._gate = gate
@@ -69,61 +69,36 @@ class EngineSource:
         self._observer = PythonObserver(guard)
         self._native: NativeObserver | None = None
         self._local = _ThreadState()
-        self._original: Any = None
         self._carried_at: int | None = None
         # Of all threads, by serial: a step that ends on one thread begins backward_index anew for all.
         self._open: dict[int, _OpenPass] = {}
         self._serials = itertools.count()
 
     def attach(self) -> None:
-        """Take the engine's place."""
-        source = self
-        self._original = Variable._execution_engine
-
-        class RecordedEngine(type(self._original)):  # type: ignore[misc]
-            """The engine, seen."""
-
-            def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-                run = super().run_backward
-                if _is_compiling() or _tracing_state() or RUNNING.now:
-                    return run(*args, **kwargs)
-                run = functools.partial(called_from(sys._getframe(1)), run)
-                return (
-                    source._run(run, args, kwargs) if source._guard.is_open else run(args, kwargs)
-                )
-
-        never_compiled(RecordedEngine.run_backward, calls_the_job=True)
-        Variable._execution_engine = RecordedEngine()
+        """Be told of calls."""
+        TOLD.pass_begins = self.begins
 
     def detach(self) -> None:
-        """Give the engine its place back."""
-        if self._original is not None:
-            Variable._execution_engine = self._original
-            self._original = None
+        """Be told no more."""
         self._guard.is_open = False
 
-    def _run(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        begun: _OpenPass | None = None
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OpenPass | None:
+        """The engine is about to be called with these; None where that is not watched. What is given is told the end.
+
+        Raises RecursionError where Python has too few frames left for the hooks on Nodes: they run as deep.
+        """
+        if not self._guard.is_open or RUNNING.now:
+            return None
+        if not has_room(PASS_FRAMES):
+            raise RecursionError
         try:
             with unasked():
                 recording = self._gate.enter()
-                if recording is not None and not _compiled_autograd() and not is_dry_run():
-                    begun = self._begin(recording, args, kwargs)
+                if recording is not None and not _is_no_pass():
+                    return self._begin(recording, args, kwargs)
         except Exception as error:
             self._guard.failed(error)
-        if begun is None:
-            return run(args, kwargs)
-        try:
-            result = run(args, kwargs)
-        except BaseException as error:
-            failure = RELAYS.own_failure(error)
-            self._end(begun, failure or error, _argument("tensors", 0, args, kwargs, ()))
-            if failure is None:
-                raise
-        else:
-            self._end(begun, None)
-            return result
-        raise failure
+        return None
 
     def _begin(
         self, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -139,7 +114,7 @@ class EngineSource:
         totals = timeline.totals
         index = totals.engine_calls
         totals.engine_calls = index + 1
-        opened = _OpenPass(recording, index, timeline.microbatch, accumulates, top_level)
+        opened = _OpenPass(self, recording, index, timeline.microbatch, accumulates, top_level)
         opened.serial = serial = next(self._serials)
         action = recording.actions.current
         half, follows_half = None, False
@@ -152,9 +127,9 @@ class EngineSource:
             watch = open_passes[-1].watch
             if watch is not None and watch.task is None:
                 # Called from a hook that ran before the outer pass's first Node: this is its task.
-                watch.task = torch._C._current_graph_task_id()
+                watch.task = current_graph_task()
         elif not top_level:
-            opened.parent = self._index_of_task(torch._C._current_graph_task_id())
+            opened.parent = self._index_of_task(current_graph_task())
         self._open[serial] = opened
         try:
             self._watch(opened, half, follows_half, args, kwargs)
@@ -217,9 +192,10 @@ class EngineSource:
             self._native = NativeObserver(self._guard, self._open)
         return self._native
 
-    def _end(
+    def end(
         self, opened: _OpenPass, error: BaseException | None, outputs: Sequence[Any] = ()
     ) -> None:
+        """The pass is over."""
         recording = opened.recording
         timeline = recording.timeline
         end = timeline.now()
@@ -345,17 +321,19 @@ class _OpenPass:
 
     __slots__ = (
         "accumulates", "device_began", "device_ns", "index", "loss", "microbatch", "parent", "place", "place_before",
-        "recording", "serial", "stage_index", "start_ns", "thread", "top_level", "watch",
+        "recording", "serial", "source", "stage_index", "start_ns", "thread", "top_level", "watch",
     )  # fmt: skip
 
     def __init__(
         self,
+        source: EngineSource,
         recording: Recording,
         index: int,
         microbatch: int,
         accumulates: bool,
         top_level: bool,
     ) -> None:
+        self.source = source
         self.recording = recording
         self.thread = threading.get_ident()
         self.serial = -1
@@ -373,6 +351,16 @@ class _OpenPass:
         self.place_before = NOWHERE
         self.place = NOWHERE[1:]
 
+    def returned(self) -> None:
+        """The engine has returned."""
+        self.source.end(self, None)
+
+    def raised(self, error: BaseException, outputs: Any) -> BaseException | None:
+        """The engine has raised. Gives what the job is to see instead, None for the same."""
+        failure = RELAYS.own_failure(error)
+        self.source.end(self, failure or error, outputs)
+        return failure
+
 
 def _argument(
     name: str, place: int, args: Sequence[Any], kwargs: dict[str, Any], default: Any
@@ -389,7 +377,7 @@ def _scalar(output: Any, recording: Recording) -> float | None:
             return value
     if (
         isinstance(output, torch.Tensor)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(output)
+        and not is_functorch_wrapped(output)
         and type(output).__torch_dispatch__ is _NO_DISPATCH
         and output.device.type == "cpu"
         and output.numel() == 1
@@ -400,6 +388,11 @@ def _scalar(output: Any, recording: Recording) -> float | None:
     return None
 
 
+def _is_no_pass() -> bool:
+    """Whether this call into the engine is none of the job's, or none that may be watched."""
+    return _compiled_autograd() or is_dry_run() or traces_a_graph()
+
+
 def _compiled_autograd() -> bool:
     """Whether the engine is replaced by compiled autograd, under which no hook may be attached."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
@@ -407,5 +400,4 @@ def _compiled_autograd() -> bool:
     return bool(getattr(compiled, "compiled_autograd_enabled", False))
 
 
-never_compiled(EngineSource._begin, EngineSource._end)
-never_compiled(EngineSource._run, calls_the_job=True)
+never_compiled(EngineSource, _OpenPass)

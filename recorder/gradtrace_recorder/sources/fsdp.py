@@ -58,9 +58,15 @@ class FsdpSource:
             self._seen[id(root)] = weakref.ref(root)
             index = 0
             for module, _ in walk(root):
-                if hasattr(type(module), "set_custom_reduce_scatter"):
-                    for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
-                        self._place(module, group, index)
+                if hasattr(type(module), "_get_fsdp_state"):
+                    for group in _groups_of(module._get_fsdp_state()):  # type: ignore[operator]
+                        if hasattr(group, "_reduce_scatter_comm"):
+                            self._place(module, group, index)
+                        else:  # torch 2.6
+                            recording.problems.add(
+                                f"torch {torch.__version__} lets nobody see the reductions of fully_shard: "
+                                "they are not recorded"
+                            )
                         recording.names.sharded += map(weakref.ref, group.fsdp_params)
                         index += 1
         except Exception as error:
@@ -146,3 +152,12 @@ class FsdpSource:
             )
         except Exception as error:
             self._guard.failed(error)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The parameter groups of a sharded module: one at most where torch has no list of them (2.9)."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        only = getattr(state, "_fsdp_param_group", None)
+        return [] if only is None else [only]
+    return list(groups)

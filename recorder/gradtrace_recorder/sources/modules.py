@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
-from torch.utils.hooks import RemovableHandle
 
 from gradtrace_recorder.attribution import Frame, RootCall
 from gradtrace_recorder.dynamo import never_compiled
@@ -19,6 +17,7 @@ from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
 from gradtrace_recorder.naming import ModuleName, holds_parameters, unwrapped
 from gradtrace_recorder.observers.replay import RUNNING
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.recording import Gate, Left, Recording
 from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone, is_of_a_compiler
 from gradtrace_recorder.sources.ddp import DdpSource
@@ -30,19 +29,18 @@ from gradtrace_recorder.sources.state import (
     record_parameters_before,
     rng_fingerprint,
 )
+from gradtrace_recorder.standing import TOLD, no_module_runs
 from gradtrace_recorder.summaries.summariser import named_tensors, unasked
 from gradtrace_recorder.summaries.values import Packed
 from gradtrace_schemas.journal import AFTER_MODULE, IN_MODULE, NULL_INT32
 
 _clock = time.monotonic_ns
 _get_ident = threading.get_ident
-_get_sequence_nr = torch._C._autograd._get_sequence_nr
-_is_compiling = torch.compiler.is_compiling
-_tracing_state = torch._C._get_tracing_state
+_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 
 
 class ModuleSource:
-    """Global forward hooks: two calls for each module call, nothing for each operation.
+    """Told by the global forward hooks: two calls for each module call, nothing for each operation.
 
     Source of the hooks' order and of `always_call`: torch/nn/modules/module.py, `_call_impl`.
     """
@@ -54,7 +52,6 @@ class ModuleSource:
         self._fsdp = fsdp
         self._groups = Groups()
         self._local = OpenCalls()
-        self._handles: list[RemovableHandle] = []
         self._calls: dict[tuple[int, int, str, int], int] = {}
         self._calls_at: tuple[int, int | None] = (-1, -1)
         self._parameters_at: dict[int, int] = {}
@@ -62,28 +59,19 @@ class ModuleSource:
         self._phases: dict[str, int] = {}
 
     def attach(self) -> None:
-        """Register the hooks."""
-        self._handles = [
-            torch_modules.register_module_forward_pre_hook(self.before),
-            torch_modules.register_module_forward_hook(
-                self._after, with_kwargs=True, always_call=True
-            ),
-        ]
+        """Be told of calls."""
+        TOLD.module_called, TOLD.module_left = self.before, self._after
+        TOLD.modules_resumed = self._resumed
 
     def detach(self) -> None:
-        """Remove them."""
-        for handle in self._handles:
-            handle.remove()
-            # Torch (2.13) forgets this one, and would go on to say that there are global hooks.
-            torch_modules._global_forward_hooks_with_kwargs.pop(handle.id, None)
-        self._handles = []
+        """Be told no more."""
         for call in self._local.stack:
             call.forget()
         self._guard.is_open = False
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is about to be called."""
-        if _is_compiling() or _tracing_state() or not self._guard.is_open or RUNNING.now:
+        if not self._guard.is_open or RUNNING.now:
             return
         try:
             with unasked():
@@ -93,10 +81,9 @@ class ModuleSource:
         except Exception as error:
             self._guard.failed(error)
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        # (kwargs, output) of a call that returned. Where it raised, torch (2.13, `_call_impl`) calls global
-        # hooks without kwargs, also those registered with them.
-        if _is_compiling() or _tracing_state() or not self._guard.is_open or RUNNING.now:
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+        # Of a call that raised the output is `...`.
+        if not self._guard.is_open or RUNNING.now:
             return
         recording = self._gate.recording
         if recording is None:
@@ -107,12 +94,13 @@ class ModuleSource:
             if call is None:
                 return
             call.end_ns = _clock() - recording.timeline.zero_ns
-            if len(rest) == 2 and call.last_hook is not None:
+            has_raised = output is ...
+            if not has_raised and call.last_hook is not None:
                 return  # the module's own hooks come now, and may replace the output
             with unasked():
-                if len(rest) == 2:
-                    self._leave(recording, stack, call, args, *rest)
-                    self._exit(recording, stack, call, *rest)
+                if not has_raised:
+                    self._leave(recording, stack, call, args, kwargs, output)
+                    self._exit(recording, stack, call, kwargs, output)
                 else:
                     self._leave(recording, stack, call)
                     if call.phase == self._phase(recording, "recompute"):
@@ -120,6 +108,13 @@ class ModuleSource:
                         self._exit(recording, stack, call, {}, None)
         except Exception as error:
             self._guard.failed(error)
+
+    def _resumed(self) -> None:
+        """A call is over that was lost: what is made from here on belongs to the call around it."""
+        recording = self._gate.recording
+        if self._guard.is_open and recording is not None and torch.is_grad_enabled():
+            stack = self._local.stack
+            recording.attribution.mark(_get_sequence_nr(), stack[-1].frame if stack else None)
 
     def own_hooks_done(
         self, module: nn.Module, call: Call, args: Any, kwargs: Any, output: Any
@@ -203,7 +198,8 @@ class ModuleSource:
         if module._forward_hooks:
             # A hook of the job's on the module may replace its output: see what the last of them leaves.
             hook = OwnHooksDone(self, call)
-            call.last_hook = module.register_forward_hook(hook, with_kwargs=True)
+            # Unbound: a class of the job's may have a method of that name, and a scripted module has none.
+            call.last_hook = nn.Module.register_forward_hook(module, hook, with_kwargs=True)
         stack.append(call)
         now = _clock()
         call.start_ns = start = now - timeline.zero_ns
@@ -229,6 +225,7 @@ class ModuleSource:
         native = recording.native
         library = None if native is None else native.library
         if self._local.forget_abandoned(entering=entering, library=library):
+            no_module_runs()
             recording.attribution.lost(_get_sequence_nr())
             recording.journal.move(_get_ident(), recording.timeline.now(), NOWHERE)
 

@@ -12,22 +12,23 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
-from torch.utils.hooks import RemovableHandle
 
+from gradtrace_recorder.call_sites import passed_over
 from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.naming import ParameterName
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.recording import Gate, Recording
 from gradtrace_recorder.sources.state import (
     inside_backward,
     record_gradients,
     record_parameters_after,
 )
+from gradtrace_recorder.standing import TOLD
 from gradtrace_recorder.summaries.summariser import unasked
 from gradtrace_schemas.journal import AFTER_OPTIMIZER, IN_OPTIMIZER, NULL_INT32
 
-_get_sequence_nr = torch._C._autograd._get_sequence_nr
-_is_compiling = torch.compiler.is_compiling
+_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 
 
 class _ThreadState(threading.local):
@@ -46,7 +47,6 @@ class OptimizerSource:
         self._gate = gate
         self._guard = guard
         self._local = _ThreadState()
-        self._handles: list[RemovableHandle] = []
         self._indexes: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         self._next_index = 0
         self._steps_seen = 0
@@ -54,14 +54,14 @@ class OptimizerSource:
         self._scaler_step: Any = None
 
     def attach(self) -> None:
-        """Register the hooks and wrap `GradScaler.step`."""
-        self._handles = [
-            torch_optimizer.register_optimizer_step_pre_hook(self.before),
-            torch_optimizer.register_optimizer_step_post_hook(self._after),
-        ]
-        source, original = self, torch.amp.GradScaler.step
+        """Be told of steps, and wrap `GradScaler.step`."""
+        TOLD.optimizer_steps, TOLD.optimizer_stepped = self.before, self._after
+        source, original = self, found("torch.amp.GradScaler.step", None)
+        if original is None:
+            return
 
         @functools.wraps(original)
+        @passed_over
         def step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             seen = source._steps_seen
             result = original(scaler, *args, **kwargs)
@@ -73,10 +73,7 @@ class OptimizerSource:
         torch.amp.GradScaler.step = step  # type: ignore[assignment, method-assign]
 
     def detach(self) -> None:
-        """Remove the hooks; unwrap `GradScaler.step` unless somebody wrapped ours."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Be told no more; unwrap `GradScaler.step` unless somebody wrapped ours."""
         if self._scaler_step is not None:
             original, ours = self._scaler_step
             if torch.amp.GradScaler.step is ours:
@@ -86,7 +83,7 @@ class OptimizerSource:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer is about to step."""
-        if _is_compiling() or not self._guard.is_open:
+        if not self._guard.is_open:
             return
         try:
             self._steps_seen += 1
@@ -111,12 +108,12 @@ class OptimizerSource:
             self._guard.failed(error)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _is_compiling() or not self._guard.is_open:
+        if not self._guard.is_open:
             return
         try:
             recording = self._gate.recording
             stack = self._local.stack
-            if recording is None or not stack:
+            if recording is None or not stack or stack[-1][0] != id(optimizer):
                 return
             timeline = recording.timeline
             _, started = stack.pop()

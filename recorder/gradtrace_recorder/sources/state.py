@@ -7,10 +7,14 @@ from collections.abc import Iterable
 import torch
 
 from gradtrace_recorder.naming import ParameterName
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.recording import Recording
 from gradtrace_recorder.summaries.summariser import unseen
 from gradtrace_recorder.summaries.values import FINGERPRINT, STATE
 from gradtrace_schemas.summary import STATE_PENDING
+
+# -1 where the calling thread runs no Node of any pass.
+current_graph_task = found("torch._C._current_graph_task_id", lambda: -1)
 
 
 def record_parameters_before(recording: Recording, root: int) -> None:
@@ -51,7 +55,8 @@ def record_gradients(
 
 def inside_backward() -> bool:
     """Whether the calling thread is running a Node, or a hook of one, of some backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    is_inside: bool = current_graph_task() != -1
+    return is_inside
 
 
 def rng_fingerprint(recording: Recording) -> int | None:

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrace_recorder.guard import is_of_a_signal_handler
 from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.summaries.device.backends import is_on_device
 from gradtrace_recorder.summaries.device.devices import Devices, NotNow
 from gradtrace_recorder.summaries.native import NativeSummary
@@ -24,7 +23,19 @@ from gradtrace_recorder.summaries.values import NO_LANES, STATE, Packed, combine
 from gradtrace_schemas.journal import MAX_DIMENSIONS, NULL_BOOL
 from gradtrace_schemas.summary import STATE_FULL, STATE_NORMS, STATE_PENDING, STATE_SHAPE
 
-_profiler_enabled = torch._C._autograd._profiler_enabled
+is_lazy = found("torch.nn.parameter.is_lazy", lambda tensor: False)
+profiler_enabled = found("torch._C._autograd._profiler_enabled", lambda: False)
+enable_record_function = found("torch._C._autograd._enable_record_function", lambda on: None)
+_disable_current_modes = found(
+    "torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext
+)
+_dispatch_modes = found("torch._C._len_torch_dispatch_stack", lambda: 0)
+_function_modes = found("torch._C._len_torch_function_stack", lambda: 0)
+is_functorch_wrapped = found(
+    "torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False
+)
+is_legacy_batched = found("torch._C._functorch.is_legacy_batchedtensor", lambda tensor: False)
+_tracing_state = found("torch._C._get_tracing_state", lambda: None)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MOST_REMEMBERED = 4096
 
@@ -216,10 +227,7 @@ class Summariser:
 
     def _unreadable(self, tensor: torch.Tensor) -> str | None:
         """Why a tensor's values cannot be read here, or None where they can."""
-        functorch = torch._C._functorch
-        if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(
-            tensor
-        ):
+        if is_functorch_wrapped(tensor) or is_legacy_batched(tensor):
             return "functorch wrapper"
         if is_lazy(tensor):
             return "not yet initialised"
@@ -235,7 +243,7 @@ class Summariser:
             tensor, getattr(fake, "FakeTensor", ())
         ):  # another thread may be importing it
             return "fake tensor"
-        if torch._C._get_tracing_state() is not None:
+        if _tracing_state() is not None:
             return "tracing"
         if _is_plain(tensor) and _is_freed(tensor):
             return "freed storage"
@@ -377,24 +385,24 @@ def _autocast_off() -> Any:
 
 @contextlib.contextmanager
 def _not_profiled() -> Any:
-    torch._C._autograd._enable_record_function(False)
+    enable_record_function(False)
     try:
         yield
     finally:
-        torch._C._autograd._enable_record_function(True)
+        enable_record_function(True)
 
 
 # Inside it nothing that we read of a tensor is asked of the job's function modes and tensor subclasses.
-unasked = torch._C.DisableTorchFunction
+unasked = found("torch._C.DisableTorchFunction", contextlib.nullcontext)
 
 _NOTHING_ON = contextlib.nullcontext()
 
 
 def unseen() -> contextlib.AbstractContextManager[Any]:
     """Our operations are seen by no mode and no profiler of the job and cast by no autocast; cheap when none is on."""
-    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    modes = _dispatch_modes() or _function_modes()
     autocast = torch.is_autocast_enabled("cpu")
-    profiled = _profiler_enabled()
+    profiled = profiler_enabled()
     if not modes and not autocast and not profiled:
         return _NOTHING_ON
     stack = contextlib.ExitStack()
@@ -402,7 +410,7 @@ def unseen() -> contextlib.AbstractContextManager[Any]:
         stack.enter_context(_not_profiled())
     if modes:
         stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(unasked())
     if autocast:
         stack.enter_context(_autocast_off())
     return stack

@@ -195,7 +195,8 @@ class Own(torch.autograd.Function):
 
 leaf, hooked = (w.expand(3).grad_fn.next_functions[0][0] for w in (x, w))
 hooked.register_hook(lambda given, got: None)
-nodes = [Own.apply(x).grad_fn, (x * 2).grad_fn, leaf, hooked]
+made = Own.apply(x), x * 2  # a Function's Node goes with its tensor (2.9)
+nodes = [*(one.grad_fn for one in made), leaf, hooked]
 found = [library.traits(node)[:3] for node in nodes]
 assert found == [(True, False, False), (False, False, False), (False, True, False), (False, True, True)], found
 """

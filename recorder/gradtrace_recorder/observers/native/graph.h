@@ -10,16 +10,6 @@
 namespace gradtrace {
 namespace {
 
-NodePtr pointer_to(PyObject* node) {
-  if (THPFunction_Check(node)) {
-    return reinterpret_cast<THPFunction*>(node)->cdata;
-  }
-  if (torch::autograd::THPCppFunction_Check(node)) {
-    return reinterpret_cast<torch::autograd::THPCppFunction*>(node)->cdata;
-  }
-  return NodePtr();
-}
-
 bool is_leaf(const Node& node) {
   return typeid(node) == typeid(AccumulateGrad);
 }

@@ -13,14 +13,6 @@ variable_list handed_back(const variable_list& list) {
   return std::move(const_cast<variable_list&>(list));
 }
 
-// Compiled autograd, in a pass inside or beside this one, asks each hook of a Node that both share, and fails on one of
-// C++'s that does not answer. Nothing is to be compiled of ours. One of the two overrides torch's: it became const.
-template <class Base>
-struct NotCompiled : Base {
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) {}
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const {}
-};
-
 // A hook that a Node deletes gives back its hold on the pass, and no memory.
 struct Before : NotCompiled<torch::autograd::FunctionPreHook> {
   explicit Before(NodeState& state) : state_(state) {}

@@ -2,17 +2,6 @@
 // Part of observer.cpp, the one file that includes torch.
 #pragma once
 
-#include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
-#include <torch/csrc/autograd/python_function.h>
-#include <torch/csrc/autograd/python_hook.h>
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <pthread.h>
 #ifdef __x86_64__
 #include <x86intrin.h>
@@ -31,6 +20,7 @@
 #include <vector>
 
 #include "summary.h"
+#include "torch_versions.h"
 
 namespace gradtrace {
 namespace {
@@ -38,7 +28,6 @@ namespace {
 using torch::autograd::AccumulateGrad;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
-using NodePtr = decltype(torch::autograd::THPCppFunction::cdata);
 
 constexpr uint64_t kNoSequenceNumber = std::numeric_limits<uint64_t>::max();
 constexpr int32_t kNullInt32 = std::numeric_limits<int32_t>::min();
@@ -47,16 +36,6 @@ constexpr uint32_t kNullString = std::numeric_limits<uint32_t>::max();
 constexpr uint8_t kNullBool = 255, kStateNone = 0, kStateFull = 1, kStateNorms = 2, kStateShape = 3;
 constexpr int kMostSizes = 8;
 constexpr size_t kMostRemembered = 4096;
-
-// A Node is held by intrusive pointers (2.13), or by shared ones (older): what is kept of it is weak either way.
-c10::weak_intrusive_ptr<Node> weakly(const c10::intrusive_ptr<Node>& node) {
-  return c10::weak_intrusive_ptr<Node>(node);
-}
-template <class T>
-std::weak_ptr<T> weakly(const std::shared_ptr<T>& node) {
-  return node;
-}
-using WeakNode = decltype(weakly(std::declval<const NodePtr&>()));
 
 int64_t now() {
   timespec time;
