@@ -160,8 +160,10 @@ def _torch(settings: Settings | None) -> dict[str, Any]:
     try:
         import torch
 
+        from gradtrace_recorder.privates import TESTED_TORCH
+
         facts: dict[str, Any] = {
-            "torch": {"version": str(torch.__version__), "cuda": torch.version.cuda},
+            "torch": {"version": str(torch.__version__), "tested": list(TESTED_TORCH)},
             "torch_error": None,
         }
     except Exception as error:

@@ -37,7 +37,7 @@ WELL: dict[str, Any] = {
     "journal_bytes": 25_000_000,
     "shared_memory": SPACE,
     "limits": {"file_bytes": None, "memory_bytes": None, "open_files": 4096},
-    "torch": {"version": "2.13.0+cpu", "cuda": None},
+    "torch": {"version": "2.13.0+cpu", "tested": ["2.6.0", "2.13.0"]},
     "torch_error": None,
     "native": {"built": "/cache/x.so", "loads": True, "why": None, "compiler": "c++ 12", "unused": None},
 }  # fmt: skip
@@ -69,7 +69,7 @@ def test_all_is_well_where_nothing_is_broken() -> None:
         ({"python__version": "3.12.1"}, "note", "tested with 3.11"),
         ({"system": "Darwin"}, "wrong", "gradtrace records on Linux alone"),
         ({"torch__version": "2.5.1"}, "wrong", "2.5.1; gradtrace records torch 2.6 and newer"),
-        ({"torch__version": "2.19.0a0+git1"}, "note", "2.19.0a0+git1; tested with 2.13"),
+        ({"torch__version": "2.19.0a0+git1"}, "note", "2.19.0a0+git1; tested with 2.6, 2.13; see the self-test"),
         ({"torch": None, "torch_error": "no libcuda"}, "wrong", "it cannot be imported: no libcuda"),
         ({"packages__pyarrow": None}, "wrong", "pyarrow is missing"),
         ({"packages__numpy": "1.26.4"}, "note", "tested with numpy 2"),
@@ -136,6 +136,7 @@ def test_several_things_that_are_broken_are_all_found(
 
 
 def test_directory_that_cannot_be_made_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And torch is what the recorder was tested with."""
     monkeypatch.setenv("GRADTRACE_DIR", "/proc/nowhere/a")
     assert "/proc/nowhere/a cannot be made: /proc cannot be written into: " in bad(doctor())["directory"]  # fmt: skip
 

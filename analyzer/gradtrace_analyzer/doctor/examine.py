@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from gradtrace_analyzer.doctor.finding import Finding
 from gradtrace_analyzer.doctor.interpreter import Interpreter
@@ -50,33 +49,30 @@ def _not_there(python: Interpreter, why: str) -> Finding:
 
 
 def _self_tests(python: Interpreter) -> Iterator[Finding]:
-    """What of torch's insides is not what it was. Nothing where the recorder has no such test."""
+    """What of torch's insides is not what it was."""
     said = python.self_tests()
-    tests = _found_in(said.answer)
-    failed = [test for test in tests if not test.get("ok")]
-    if tests and not failed:
+    if said.answer is None:
+        yield Finding("self-test", "unknown", f"it gives no answer: {said.why}")
+        return
+    tests = said.answer["findings"]
+    failed = [test for test in tests if not test["ok"]]
+    if not failed:
         yield Finding(
             "self-test",
             "ok",
-            f"all {len(tests)} things that the recorder leans on in torch are there",
+            f"all {len(tests)} things of torch's that the recorder leans on are there",
         )
     for test in failed[:_MOST_FAILED]:
-        source = test.get("source")
         yield Finding(
             "self-test",
-            "wrong" if source else "note",
-            f"{test.get('name')}: {test.get('detail')}; used for {test.get('used_for')}"
-            + (f"; without it the {source} records nothing" if source else ""),
+            "wrong" if test["source"] else "note",
+            f"{test['name']}: {test['detail']}; it serves {test['used_for']}"
+            + (f"; the {test['source']} records nothing without it" if test["source"] else ""),
         )
     if len(failed) > _MOST_FAILED:
-        more = len(failed) - _MOST_FAILED
         yield Finding(
-            "self-test", "wrong", f"and {more} more: {python.path} -m gradtrace_recorder self-test"
+            "self-test",
+            "note",
+            f"and {len(failed) - _MOST_FAILED} more",
+            f"{python.path} -m gradtrace_recorder self-test",
         )
-
-
-def _found_in(answer: Any) -> list[dict[str, Any]]:
-    """The tests, whether they are the answer or stand in it."""
-    if isinstance(answer, dict):
-        answer = next((value for value in answer.values() if isinstance(value, list)), [])
-    return [test for test in answer or [] if isinstance(test, dict)]

@@ -8,8 +8,8 @@ from typing import Any
 from gradtrace_analyzer.doctor.finding import Finding
 from gradtrace_analyzer.words.numbers import bytes_text, spans
 
-# What the tests ran with, as the README has it; the oldest that is accepted.
-TESTED = {"python": ("3.11",), "torch": ("2.13",), "pyarrow": ("26",), "numpy": ("2",)}
+# What the tests ran with, as the README has it (the recorder itself knows for torch); the oldest that is accepted.
+TESTED = {"python": ("3.11",), "pyarrow": ("26",), "numpy": ("2",)}
 OLDEST = {"python": (3, 10), "torch": (2, 6)}
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p")
 # What NCCL and the workers of a DataLoader ask for, in a container that was given no more: 64 MiB.
@@ -62,7 +62,13 @@ def _torch(facts: Facts) -> Finding:
     if _numbers(version) < OLDEST["torch"]:
         oldest = ".".join(map(str, OLDEST["torch"]))
         return Finding("torch", "wrong", f"{version}; gradtrace records torch {oldest} and newer")
-    return _tested("torch", version, version)
+    minors = {".".join(map(str, _numbers(tested))) for tested in facts["torch"]["tested"]}
+    if ".".join(map(str, _numbers(version))) in minors:
+        return Finding("torch", "ok", version)
+    ordered = sorted(minors, key=_numbers)
+    return Finding(
+        "torch", "note", f"{version}; tested with {', '.join(ordered)}; see the self-test"
+    )
 
 
 def _packages(facts: Facts, python: str) -> Finding:
