@@ -184,3 +184,11 @@ def test_what_a_rank_lost_or_left_out_is_told(
     run = build_run(tmp_path / "a", {"steps": [{}, {"step": 1}]}, rank_facts=facts)
     [finding] = [f for f in recorded(open_run(run)).findings if f.mark != "ok"]
     assert (finding.mark, finding.name) == (mark, name) and said in finding.said
+
+
+def test_ranks_that_were_not_asked_for_are_not_missing(tmp_path: Path) -> None:
+    facts = {"settings": {"ranks": ["0::2", "5-5"]}}
+    run = build_run(tmp_path / "a", {"steps": [{}]}, world_size=6, absent=(1, 3), rank_facts=facts)
+    assert [one.state for one in recorded(open_run(run)).ranks] == [
+        "ended", "not_asked", "ended", "not_asked", "ended", "ended",
+    ]  # fmt: skip
