@@ -34,7 +34,9 @@ def peers(
 
     @contextlib.contextmanager
     def recorded(observer: str, summary: str) -> Iterator[None]:
-        gradtrace_recorder.start(tempfile.mkdtemp(dir=folder), observer=observer, summary=summary)
+        gradtrace_recorder.start(
+            tempfile.mkdtemp(dir=folder), observer=observer, summary=summary, quiet=True
+        )
         try:
             yield
         finally:

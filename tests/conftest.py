@@ -33,6 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Jobs choose by what is built: with `--observer native` it is, else there is nothing to be found."""
     os.environ["GRADTRACE_NATIVE_CACHE"] = str(NOWHERE)
+    os.environ["GRADTRACE_QUIET"] = (
+        "1"  # tests/whole/test_told_at_start.py reads what this leaves out
+    )
     config.pluginmanager.register(Reruns())
     if folder := config.getoption("--keep-runs"):
         from support.frozen.capture import Capture

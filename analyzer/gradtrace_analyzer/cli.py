@@ -91,12 +91,13 @@ def is_of_damage(error: Exception) -> bool:
     return isinstance(error, of_a_file) or type(error) is duckdb.Error
 
 
-@click.group(cls=Analyzer)
+@click.group(cls=Analyzer, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="gradtrace", prog_name="analyzer")
 def analyzer() -> None:
     """Finds where two recorded training runs part, and answers questions about them.
 
     Answers go to stdout, all else to stderr. Exit status: 0 same, 1 different, 2 cannot tell.
+    `analyzer COMMAND -h` shows examples.
     """
 
 

@@ -53,3 +53,7 @@ class BadGate(GradtraceError):
 
 class NoRepeat(GradtraceError):
     """What `--noise` names is no repeat of the baseline."""
+
+
+class NoPython(GradtraceError):
+    """What `--python` names is no Python that can be started."""

@@ -15,26 +15,48 @@ from typing import TYPE_CHECKING
 from gradtrace_recorder.bootstrap import current_session, start_session, stop_session
 
 if TYPE_CHECKING:
+    import os
     from pathlib import Path
+    from types import TracebackType
 
     import torch
 
     from gradtrace_recorder.actions import OwnAction
     from gradtrace_recorder.recording import Recording
+    from gradtrace_recorder.tripwire import Tripwire
 
 __version__ = "0.1.0"
 __all__ = ["build_native", "microbatch", "note", "pause", "stage", "start", "step", "stop"]
 
 
-def start(directory: str, **settings: str | bool | int) -> None:
-    """Record into `directory` from the next event on.
+class Started:
+    """What `start` gives. Used as a context manager it stops the recording at the block's end, if that goes on then."""
 
-    Settings are named like the variables, in lower case and without GRADTRACE_: `detail="params"`.
+    def __init__(self, tripwire: Tripwire) -> None:
+        self._tripwire = tripwire
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        stop_session(only=self._tripwire)
+
+
+def start(directory: str | os.PathLike[str], **settings: str | bool | int) -> Started:
+    """Record into `directory` from the next event on, until `stop` or the end of the block: `with start("runs/a"):`.
+
+    Settings are named like the variables, in lower case and without GRADTRACE_: `detail="params"`. No variable and no
+    settings file is read. A relative `directory` begins in the one in which the process was started.
     Raises SettingsError (a ValueError) for one that cannot be read, RuntimeError where recording is on already.
     """
     from gradtrace_recorder.settings import settings_of
 
-    start_session(settings_of(directory, **settings))
+    return Started(start_session(settings_of(directory, **settings)))
 
 
 def stop() -> None:

@@ -1,18 +1,23 @@
 """`python -m gradtrace_recorder build`: builds the native observer for the torch of this Python.
-`... self-test`: asks that torch for what the recorder leans on."""
+
+`... self-test`: asks that torch for what the recorder leans on. `... examine`: what `analyzer doctor` asks, as JSON.
+"""
 
 from __future__ import annotations
 
 import sys
 
 _USAGE = """usage: python -m gradtrace_recorder build [--again]
-       python -m gradtrace_recorder self-test [--json]"""
+       python -m gradtrace_recorder self-test [--json]
+       python -m gradtrace_recorder examine"""
 
 
 def main(arguments: list[str]) -> int:
     """The exit status: 0 when it is built, or every source has what it needs, 1 when not, 2 for another command."""
     if arguments[:1] == ["self-test"] and arguments[1:] in ([], ["--json"]):
         return _self_test(as_json="--json" in arguments)
+    if arguments == ["examine"]:
+        return _examine()
     if arguments[:1] != ["build"] or arguments[1:] not in ([], ["--again"]):
         print(_USAGE, file=sys.stderr)
         return 2
@@ -50,6 +55,15 @@ def _self_test(*, as_json: bool) -> int:
         f"{len(findings) - len(failed)} of {len(findings)} self-tests pass on torch {torch.__version__}"
     )
     return status
+
+
+def _examine() -> int:
+    import json
+
+    from gradtrace_recorder.examination import examination
+
+    json.dump(examination(), sys.stdout)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """From the environment variable to an armed process. torch calls `start_from_env` at the end of its import.
 
 It runs wherever torch is imported, launchers and data workers included: idempotent, silent, standard library
-only while GRADTRACE_DIR is unset, and it never raises, since an exception here would break `import torch`.
+only while GRADTRACE_DIR and GRADTRACE_CONFIG are unset, and it never raises, since an exception here would break
+`import torch`. While they are unset it leaves one thing behind: a look, at the process's end, whether they were set too
+late.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -19,28 +22,62 @@ OLDEST_TORCH = (2, 6)
 OLDEST_PYTHON = (3, 10)
 
 _armed: Tripwire | None = None
+_looks_at_end = False
 
 
 def start_from_env() -> None:
-    """Arm this process if GRADTRACE_DIR names a directory."""
-    if not os.environ.get("GRADTRACE_DIR") or _armed is not None:
+    """Arm this process if GRADTRACE_DIR names a directory, or the file that GRADTRACE_CONFIG names does."""
+    if _armed is not None:
         return
-    from gradtrace_recorder.guard import say
-    from gradtrace_recorder.settings import settings_from
-
+    if not _switched_on_by():
+        _look_at_the_end()
+        return
     try:
+        from gradtrace_recorder.settings import settings_from
+
         settings = settings_from()
         if settings is not None:
             start_session(settings)
     except Exception as error:
-        say(f"recording is off for this process: {error}")
+        _say(f"recording is off for this process: {error}")
         if os.environ.get("GRADTRACE_STRICT") == "1":
             raise
 
 
-def start_session(settings: Settings) -> None:
+def _switched_on_by() -> str | None:
+    """The variable that is set, of the two that switch recording on."""
+    return next((n for n in ("GRADTRACE_DIR", "GRADTRACE_CONFIG") if os.environ.get(n)), None)
+
+
+def _look_at_the_end() -> None:
+    """A job that sets its GRADTRACE_DIR after it has imported torch is not recorded: it is told so when it ends."""
+    global _looks_at_end
+    if not _looks_at_end:
+        _looks_at_end = True
+        atexit.register(_tell_if_set_too_late, os.getpid())
+
+
+def _tell_if_set_too_late(pid: int) -> None:
+    """A process that only starts others is not told: none of its own operations was to be differentiated."""
+    name = _switched_on_by()
+    if name is None or os.getpid() != pid or not _looks_at_end:
+        return
+    try:
+        import torch
+
+        if not torch._C._autograd._get_sequence_nr():
+            return
+        _say(
+            f"nothing of this process was recorded: {name} was set after torch had been imported; set it before Python "
+            "starts, or before the import, or call gradtrace_recorder.start()"
+        )
+    except Exception:  # torch may be half gone by now
+        return
+
+
+def start_session(settings: Settings) -> Tripwire:
     """Arm this process with these settings. Raises RuntimeError where it is armed, or versions are too old."""
-    global _armed
+    global _armed, _looks_at_end
     if _armed is not None:
         raise RuntimeError("gradtrace is recording in this process already; stop() it first")
     import torch
@@ -56,11 +93,15 @@ def start_session(settings: Settings) -> None:
     tripwire = Tripwire(settings)
     tripwire.set()
     _armed = tripwire
+    _looks_at_end = False
+    return tripwire
 
 
-def stop_session() -> None:
-    """Close the recording and remove every hook. Does nothing where none is armed."""
+def stop_session(only: Tripwire | None = None) -> None:
+    """Close the recording and remove every hook. Does nothing where none is armed, or another than `only`."""
     global _armed
+    if only is not None and only is not _armed:
+        return
     tripwire, _armed = _armed, None
     if tripwire is not None:
         tripwire.stop(timeout=60.0)
@@ -74,6 +115,16 @@ def is_armed() -> bool:
 def current_session() -> Session | None:
     """The session of this process, begun now if it is armed; None where it is not."""
     return _armed.spring() if _armed is not None else None
+
+
+def _say(text: str) -> None:
+    """As `guard.say`, which may be what cannot be loaded."""
+    try:
+        from gradtrace_recorder.guard import say
+
+        say(text)
+    except Exception:
+        return
 
 
 def _dotted(version: tuple[int, ...]) -> str:

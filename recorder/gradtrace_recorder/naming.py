@@ -153,6 +153,14 @@ class Names:
         """The root of that number, None once it is gone."""
         return self._roots[index]()
 
+    def fqns(self) -> set[str]:
+        """The FQNs of all modules that were named."""
+        return {name.fqn for name in list(self._modules.values())}
+
+    def class_names(self) -> set[str]:
+        """The classes of all modules that were named."""
+        return {name.class_name for name in list(self._modules.values())}
+
     def tensors_of(
         self, index: int, parts: Container[int] = ()
     ) -> list[tuple[ParameterName, torch.Tensor]]:

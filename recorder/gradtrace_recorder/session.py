@@ -138,6 +138,7 @@ class Session:
     def _open(self) -> Recording | None:
         from gradtrace_recorder import environment
         from gradtrace_recorder.claim import NotOurs
+        from gradtrace_recorder.greeting import tell_beginning
         from gradtrace_recorder.summaries.summariser import unseen
 
         begins = False
@@ -154,6 +155,8 @@ class Session:
             begins = True
             with unseen():  # the first event may come inside the job's modes
                 self._live = _Live(self.settings, who, self.problems, autocast)
+            claim = self._live.claim
+            tell_beginning(self._live.recording, claim.run, claim.attempt, who.rank, who.world_size)
             return self._live.recording
         except Exception as error:
             if isinstance(error, NotOurs):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from gradtrace_recorder.attribution import RootCall
-from gradtrace_recorder.settings import Steps
+from gradtrace_recorder.chosen_numbers import Numbers
 
 
 class StepTotals:
@@ -39,7 +39,7 @@ class StepTotals:
 class Timeline:
     """The recording's counters. `at_begin` and `at_end` are called when a step begins and is over."""
 
-    def __init__(self, steps: Steps, first_step: int, zero_ns: int) -> None:
+    def __init__(self, steps: Numbers, first_step: int, zero_ns: int) -> None:
         self.step = first_step
         self.microbatch = 0
         self.totals = StepTotals()

@@ -23,6 +23,15 @@ def test_help_lists_every_command_with_a_line() -> None:
         assert any(line.strip().startswith(f"{name} ") for line in result.stdout.splitlines())
 
 
+@pytest.mark.parametrize("name", analyzer.list_commands(click.Context(analyzer)))
+def test_help_of_every_command_ends_with_examples(name: str) -> None:
+    """However it is asked for."""
+    short, long = (CliRunner().invoke(analyzer, [name, option]) for option in ("-h", "--help"))
+    assert short.exit_code == 0 and short.stdout == long.stdout
+    _, heading, shown = short.stdout.partition("\n  Examples:\n")
+    assert heading and all(f"analyzer {name}" in line for line in shown.splitlines())
+
+
 def test_version_is_the_packages() -> None:
     result = CliRunner().invoke(analyzer, ["--version"])
     assert result.stdout == f"analyzer, version {version('gradtrace')}\n"

@@ -15,6 +15,8 @@ from torch import nn
 
 import gradtrace_recorder
 from gradtrace_analyzer.cli import analyzer
+from gradtrace_analyzer.doctor.trials import Trial
+from gradtrace_analyzer.reports.doctor import job_object
 from gradtrace_analyzer.reports.json_keys import ANSWERS
 from support.answers.json_answers import declared_places, mismatches, seen_places
 from support.recordings.in_process import recording
@@ -193,6 +195,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, dict[st
         *timings(place / "timing"),
         *(("laws", law) for law in answer_of("laws")[1]),
         answer_of("laws", "gradients_equal"),
+        answer_of("doctor", place / "one" / "replicas"),
+        ("doctor", job_object("python", [], Trial("a model", "native", 9, 2, 3))),
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import shlex
@@ -91,8 +92,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_line(place: Path, line: str) -> None:
     """Run a line of a shell. A command that cannot tell (status 2), or any other error, fails."""
     words = shlex.split(line, comments=True)
-    if words[0] == "analyzer":
-        run_analyzer(place, words[1:])
+    variables = dict(word.split("=", 1) for word in itertools.takewhile(is_assignment, words))
+    if words[len(variables)] == "analyzer":
+        with pytest.MonkeyPatch.context() as environment:
+            for name, value in variables.items():
+                environment.setenv(name, value)
+            run_analyzer(place, words[len(variables) + 1 :])
         return
     recorded = re.search(r"GRADTRACE_DIR=(\S+)", line)
     if recorded is not None and (place / recorded[1]).exists():
@@ -115,6 +120,10 @@ def run_line(place: Path, line: str) -> None:
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     if recorded is not None:
         assert (place / recorded[1] / "run.json").exists(), f"{line} recorded nothing"
+
+
+def is_assignment(word: str) -> bool:
+    return re.match(r"[A-Z_]+=", word) is not None
 
 
 def run_analyzer(place: Path, arguments: list[str]) -> None:

@@ -281,7 +281,7 @@ def fork(gradient):
         print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 net, parent = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), os.getpid()
-gradtrace_recorder.start(sys.argv[1], observer="native", strict=True)
+gradtrace_recorder.start(sys.argv[1], observer="native", strict=True, quiet=True)
 expected = [squares(n).tolist() for n in range(4)]
 print("workers", [g.tolist() for g in DataLoader(Numbers(), batch_size=None, num_workers=1)] == expected)
 hidden = net[0](torch.ones(2, 4))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from gradtrace_recorder import settings
+from gradtrace_recorder.chosen_numbers import Numbers
 from gradtrace_recorder.settings import (
     VARIABLES,
     SettingsError,
-    Steps,
     Variable,
     settings_from,
     settings_of,
@@ -44,17 +44,25 @@ def test_defaults_record_everything() -> None:
         ("5", [5], [4, 6]),
         ("3:", [3, 10**6], [2]),
         ("1:8:3", [1, 4, 7], [0, 2, 8, 10]),
+        ("0, 8-15", [0, 8, 15], [1, 7, 16]),
+        ("3-3,5:7", [3, 5, 6], [2, 4, 7]),
     ],
 )
-def test_steps_are_python_slices(text: str, inside: list[int], outside: list[int]) -> None:
-    steps = settings_of("d", steps=text).steps
-    assert all(n in steps for n in inside) and not any(n in steps for n in outside)
-    assert 3 in Steps()
+def test_steps_and_ranks_are_written_alike(
+    text: str, inside: list[int], outside: list[int]
+) -> None:
+    for chosen in (settings_of("d", steps=text).steps, settings_of("d", ranks=text).ranks):
+        assert all(n in chosen for n in inside) and not any(n in chosen for n in outside)
+    assert 3 in Numbers()
 
 
-def test_ranks_are_numbers_and_spans() -> None:
-    settings = settings_of("d", ranks="0,8-15")
-    assert [r for r in range(20) if settings.wants_rank(r)] == [0, *range(8, 16)]
+def test_what_the_rank_file_says_of_numbers_can_be_read_again() -> None:
+    settings = settings_of("d", ranks="0,8-15,20:30,::50", steps="0:10,7,::3")
+    told = settings.as_json()
+    assert told["ranks"] == ["0-0", "8-15", "20-29", "0::50"]
+    assert told["steps"] == ["0:10:1", "7:8:1", "0::3"]
+    again = settings_of("d", ranks=",".join(settings.ranks.as_spans()))
+    assert again.ranks == settings.ranks
 
 
 def test_module_globs_take_what_lies_inside_a_match() -> None:
@@ -73,6 +81,9 @@ def test_module_globs_take_what_lies_inside_a_match() -> None:
         ("STEPS", "1:2:3:4", "GRADTRACE_STEPS is '1:2:3:4', of which '1:2:3:4' is no slice"),
         ("STEPS", "::0", "GRADTRACE_STEPS is '::0', of which '::0' has a stride of 0"),
         ("STEPS", "-3:", "GRADTRACE_STEPS is '-3:', of which '-3' is no whole number from 0"),
+        ("STEPS", "10:5", "GRADTRACE_STEPS is '10:5', of which '10:5' holds no number"),
+        ("STEPS", "4-", "GRADTRACE_STEPS is '4-', of which '4-' is no whole number from 0"),
+        ("STEP_OFFSET", "1_0", "GRADTRACE_STEP_OFFSET is '1_0', which is no whole number from 0"),
         ("RANKS", "5-2", "GRADTRACE_RANKS is '5-2', of which '5-2' runs backwards"),
         ("RANKS", "all", "GRADTRACE_RANKS is 'all', of which 'all' is no whole number from 0"),
         ("STRICT", "yes", "GRADTRACE_STRICT is 'yes'; it can be 0, 1"),
@@ -140,7 +151,7 @@ def test_declared_default_is_what_an_unset_variable_gives(variable: Variable) ->
     if variable.default:
         assert variable.read(variable.name, variable.default) == unset
     else:
-        assert unset in (None, (), Steps()), "what no text says leaves nothing out"
+        assert unset in (None, (), Numbers()), "what no text says leaves nothing out"
 
 
 @pytest.mark.parametrize("variable", SETTINGS, ids=ids)
@@ -174,3 +185,43 @@ def test_reading_the_variables_loads_the_standard_library_alone() -> None:
         env={"PYTHONPATH": str(ROOT / "recorder")},
     )
     assert done.stdout.split() == ["__main__", "gradtrace_recorder"]
+
+
+@pytest.mark.parametrize(
+    ("name", "remark"),
+    [
+        ("GRADTRACE_SUMARY", "_SUMARY is no variable of gradtrace's, and not used; is GRADTRACE_SUMMARY meant?"),
+        ("GRADTRACE_MODULE", "is GRADTRACE_MODULES meant?"),
+        ("gradtrace_steps", "is GRADTRACE_STEPS meant?"),
+        ("GRADTRACE_DIRECTORY", "is GRADTRACE_DIR meant?"),
+        ("GRADTRACE_XYZZY_PLUGH", "there are GRADTRACE_DIR, GRADTRACE_CONFIG, "),
+    ],
+)  # fmt: skip
+def test_variable_that_there_is_not_is_remarked_on(name: str, remark: str) -> None:
+    settings = settings_from({"GRADTRACE_DIR": "d", name: "1", "GRADTRACE_EMPTY": "", "PATH": "p"})
+    assert settings is not None
+    [told] = settings.remarks
+    assert remark in told
+
+
+@pytest.mark.parametrize(
+    ("directory", "said"),
+    [
+        (" ", "GRADTRACE_DIR is ' ', which names no directory; write runs/a"),
+        ("s3://bucket/run", "GRADTRACE_DIR is 's3://bucket/run', an address; write a directory of"),
+    ],
+)  # fmt: skip
+def test_what_names_no_directory_is_told(directory: str, said: str) -> None:
+    with pytest.raises(SettingsError) as told:
+        settings_from({"GRADTRACE_DIR": directory})
+    assert str(told.value).startswith(said)
+
+
+def test_directory_is_absolute_and_knows_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert settings_of("runs/a").directory == str(tmp_path / "runs" / "a")
+    assert settings_of("~/a").directory == str(tmp_path / "home" / "a")
+    assert settings_of(tmp_path / "b").directory == str(tmp_path / "b")

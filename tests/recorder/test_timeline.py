@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gradtrace_recorder.settings import Steps
+from gradtrace_recorder.chosen_numbers import Numbers
 from gradtrace_recorder.timeline import Timeline
 
 
 def timeline() -> Timeline:
-    return Timeline(Steps(), 0, 0)
+    return Timeline(Numbers(), 0, 0)
 
 
 def test_step_begins_at_the_first_activity_after_an_optimizer_step() -> None:

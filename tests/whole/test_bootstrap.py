@@ -25,7 +25,9 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GRADTRACE_")}
     if directory is not None:
-        environment |= {"GRADTRACE_DIR": str(directory), "GRADTRACE_STRICT": "1"}
+        environment |= {
+            "GRADTRACE_DIR": str(directory), "GRADTRACE_STRICT": "1", "GRADTRACE_QUIET": "1"
+        }  # fmt: skip
     return subprocess.run(
         [sys.executable, *arguments],
         env=environment | more,

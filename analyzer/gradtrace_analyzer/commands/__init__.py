@@ -41,6 +41,11 @@ runs_argument = click.argument(
 )
 
 
+def examples(*lines: str) -> str:
+    """The end of a command's help: what a person would type. The reference page has them too, and a test runs them."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
 def opened_runs(
     paths: Sequence[str | os.PathLike[str]], attempt: int | None = None
 ) -> tuple[Run, ...]:

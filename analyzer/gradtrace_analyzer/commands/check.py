@@ -11,6 +11,7 @@ from gradtrace_analyzer.check.check import check as judged
 from gradtrace_analyzer.commands import (
     answer,
     attempt_option,
+    examples,
     opened_runs,
     report_format_option,
     run_argument,
@@ -22,7 +23,7 @@ from gradtrace_analyzer.sql.views import run_names
 _EXIT: dict[CheckVerdict, int] = {"clean": 0, "violated": 1, "incomparable": 2}
 
 
-@click.command()
+@click.command(epilog=examples("analyzer check runs/a"))
 @run_argument
 @report_format_option
 @attempt_option

@@ -10,6 +10,7 @@ import click
 from gradtrace_analyzer.commands import (
     answer,
     attempt_option,
+    examples,
     opened_runs,
     report_format_option,
     write_output,
@@ -38,7 +39,9 @@ _EXIT = {"identical": 0, "within_tolerance": 0, "different": 1, "incomparable": 
 _PLACES = 10
 
 
-@click.command()
+@click.command(
+    epilog=examples("analyzer diff runs/a runs/b", "analyzer diff runs/a runs/b --noise runs/a2 -v")
+)
 @click.argument("baseline", type=click.Path(path_type=str))
 @click.argument("candidate", type=click.Path(path_type=str))
 @click.option("--exact", is_flag=True, help="Any changed bit is a difference.")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gradtrace_analyzer.commands import attempt_option, opened_runs, runs_argument, tell
+from gradtrace_analyzer.commands import attempt_option, examples, opened_runs, runs_argument, tell
 from gradtrace_analyzer.errors import IncompleteRun
 from gradtrace_analyzer.exports.perfetto import write_trace
 from gradtrace_analyzer.exports.tables import write_database, write_tables
@@ -20,7 +20,12 @@ _file = click.Path(path_type=Path, dir_okay=False)
 _folder = click.Path(path_type=Path, file_okay=False)
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "analyzer export runs/a --perfetto a.pftrace.gz",
+        "analyzer export runs/a runs/b --duckdb both.duckdb",
+    )
+)
 @runs_argument
 @click.option("--duckdb", type=_file, metavar="FILE", help="A DuckDB file with every table.")
 @click.option(

@@ -9,6 +9,7 @@ import click
 from gradtrace_analyzer.commands import (
     answer,
     attempt_option,
+    examples,
     opened_runs,
     report_format_option,
     run_argument,
@@ -21,7 +22,7 @@ from gradtrace_analyzer.sql.views import run_names
 _EXIT: dict[EndingsVerdict, int] = {"well": 0, "found": 1, "unknown": 2}
 
 
-@click.command()
+@click.command(epilog=examples("analyzer failures runs/a"))
 @run_argument
 @report_format_option
 @attempt_option

@@ -7,6 +7,7 @@ import click
 from gradtrace_analyzer.commands import (
     answer,
     attempt_option,
+    examples,
     format_option,
     opened_runs,
     runs_argument,
@@ -17,7 +18,7 @@ from gradtrace_analyzer.sql.inventory import inventory
 from gradtrace_analyzer.sql.views import run_names
 
 
-@click.command()
+@click.command(epilog=examples("analyzer info runs/a runs/b"))
 @runs_argument
 @format_option
 @attempt_option

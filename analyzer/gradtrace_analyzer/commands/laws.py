@@ -8,13 +8,13 @@ import click
 
 from gradtrace_analyzer.check.law import Law
 from gradtrace_analyzer.check.registry import all_laws
-from gradtrace_analyzer.commands import answer, report_format_option
+from gradtrace_analyzer.commands import answer, examples, report_format_option
 from gradtrace_analyzer.errors import GradtraceError
 from gradtrace_analyzer.reports.laws import law_object, law_text, laws_table
 from gradtrace_analyzer.reports.tables import json_text
 
 
-@click.command()
+@click.command(epilog=examples("analyzer laws", "analyzer laws gradients_equal"))
 @click.argument("name", required=False)
 @report_format_option
 def laws(name: str | None, format: Literal["table", "json"]) -> None:

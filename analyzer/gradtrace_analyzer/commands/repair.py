@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from gradtrace_analyzer.commands import answer, tell
+from gradtrace_analyzer.commands import answer, examples, tell
 from gradtrace_analyzer.runs.repair import CannotRepair, repairs
 from gradtrace_analyzer.runs.run import require_run
 
 
-@click.command()
+@click.command(epilog=examples("analyzer repair runs/a"))
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option(
     "--force",

@@ -9,7 +9,14 @@ from typing import Any, TextIO
 
 import click
 
-from gradtrace_analyzer.commands import answer, attempt_option, format_option, opened_runs, tell
+from gradtrace_analyzer.commands import (
+    answer,
+    attempt_option,
+    examples,
+    format_option,
+    opened_runs,
+    tell,
+)
 from gradtrace_analyzer.errors import BadQuery
 from gradtrace_analyzer.exports.rows import SUFFIXES, write_rows
 from gradtrace_analyzer.progress import progress
@@ -21,7 +28,12 @@ _TABLE_ROWS = 100
 _MOST_COUNTED = 1_000_000
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        'analyzer sql "SELECT rank, max(step) FROM steps GROUP BY ALL" runs/a',
+        "analyzer sql @gradient-norms runs/a",
+    )
+)
 @click.argument("query_and_runs", nargs=-1, metavar="[QUERY | @NAME] RUN...")
 @click.option("-f", "--file", type=click.File(), help="Read the query from a file; - is stdin.")
 @click.option("--list", "is_list", is_flag=True, help="Name the queries that @NAME may be.")

@@ -10,6 +10,7 @@ import duckdb
 from gradtrace_analyzer.commands import (
     answer,
     attempt_option,
+    examples,
     format_option,
     opened_runs,
     run_argument,
@@ -28,7 +29,9 @@ from gradtrace_analyzer.timing.steps import rank_steps
 from gradtrace_analyzer.words.numbers import spans
 
 
-@click.command()
+@click.command(
+    epilog=examples("analyzer timing runs/a --buckets", "analyzer timing runs/pipe --stages")
+)
 @run_argument
 @click.option(
     "--buckets", is_flag=True, help="The reductions of gradient buckets, and who is late."

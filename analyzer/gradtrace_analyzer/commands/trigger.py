@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from gradtrace_analyzer.commands import answer, attempt_option, run_argument
+from gradtrace_analyzer.commands import answer, attempt_option, examples, run_argument
 from gradtrace_analyzer.runs.flight import triggered
 from gradtrace_analyzer.runs.run import open_run
 from gradtrace_analyzer.words.numbers import steps_phrase
 
 
-@click.command()
+@click.command(epilog=examples("analyzer trigger runs/flight"))
 @run_argument
 @click.option(
     "--wait",

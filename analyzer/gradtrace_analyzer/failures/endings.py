@@ -194,13 +194,23 @@ def _was_waiting(wait: Wait | None, place: RankPlace | None, last: FailedPass | 
 
 
 def _is_asked(run: Run, rank: int) -> bool:
-    """Whether GRADTRACE_RANKS asked for a rank, as those that recorded say in their settings: `0-3`, none for all."""
-    spans = [
-        tuple(map(int, str(span).split("-")))
+    """Whether GRADTRACE_RANKS asked for a rank, as those that recorded say in their settings; none for all."""
+    parts = [
+        str(part)
         for info in run.ranks.values()
-        for span in (info.facts.get("settings") or {}).get("ranks") or ()
+        for part in (info.facts.get("settings") or {}).get("ranks") or ()
     ]
-    return not spans or any(first <= rank <= last for first, last in spans)
+    return not parts or any(_holds(part, rank) for part in parts)
+
+
+def _holds(part: str, rank: int) -> bool:
+    """Of a span, `0-3`, or a slice with a stride or without an end, `0::2`."""
+    if ":" in part:
+        start, stop, stride = part.split(":")
+        is_inside = rank >= int(start) and (not stop or rank < int(stop))
+        return is_inside and (rank - int(start)) % int(stride) == 0
+    first, _, last = part.partition("-")
+    return int(first) <= rank <= int(last or first)
 
 
 def _uncaught(facts: Mapping[str, Any]) -> tuple[str, str] | None:

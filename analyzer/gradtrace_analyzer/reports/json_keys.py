@@ -747,5 +747,37 @@ LAW = keys_of({
     "explained_by": "[text]: Laws that, broken in the same step, explain it.",
 })
 
+DOCTOR = keys_of({
+    "verdict": "text: `well`, `wrong` or `unknown`.",
+    "explanation": "text: The answer in words.",
+    "findings": (ListOf(keys_of({
+        "name": "text: What was looked at.",
+        "mark": "text: `ok`, `note` (nothing is lost by it), `wrong` or `unknown`.",
+        "said": "text: What was found.",
+        "advice": "text?: What would help.",
+    })), "What was found, in the order in which a job meets it."),
+    "python": "text?: Python that would run the job; null of a run.",
+    "trial": (OrNull(keys_of({
+        "model": "text: What was trained.",
+        "observer": "text: `native` or `python`.",
+        "steps": "integer: Steps of a round, at least.",
+        "bare_ns": "integer: Processor time of a step without recording, median.",
+        "recorded_ns": "integer: The same, recorded.",
+        "ratio": "number: The one by the other.",
+    })), "The small job, bare and recorded; null of a run, or where none came to its end."),
+    "run": "text?: Name of the run; null of a place where a job would be started.",
+    "attempt": "integer?: Attempt that was read.",
+    "ranks": (OrNull(ListOf(keys_of({
+        "rank": "integer: Rank of the job.",
+        "state": "text: As `analyzer failures` has it.",
+        "first_step": "integer?: First step that ended.",
+        "last_step": "integer?: Last step that ended.",
+        "step_count": "integer: Steps that ended.",
+        "tables": "[text]: Tables of which it left rows.",
+    }))), "Ranks of the run's world."),
+})
+
 # By command.
-ANSWERS = {"diff": DIFF, "check": CHECK, "failures": FAILURES, "timing": TIMING, "info": INFO, "laws": LAW}
+ANSWERS = {
+    "diff": DIFF, "check": CHECK, "failures": FAILURES, "timing": TIMING, "info": INFO, "laws": LAW, "doctor": DOCTOR,
+}

@@ -94,7 +94,7 @@ class Place:
         """Record what the block does, into a folder of its own."""
         self._runs += 1
         run = self.folder / str(self._runs)
-        gradtrace_recorder.start(str(run), strict=True, **settings)
+        gradtrace_recorder.start(str(run), strict=True, quiet=True, **settings)
         try:
             yield run
         finally:

@@ -270,7 +270,7 @@ if {cpu}:
     from support.devices.host_device import InlineBackend
     BACKENDS["cpu"] = InlineBackend()
 import torch, gradtrace_recorder
-gradtrace_recorder.start({run!r}, strict=True)
+gradtrace_recorder.start({run!r}, strict=True, quiet=True)
 device = torch.device({device!r})
 net = torch.nn.Sequential(torch.nn.Linear(500, 500), torch.nn.Linear(500, 500)).to(device)
 for step in range({steps}):

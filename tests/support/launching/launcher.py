@@ -296,9 +296,9 @@ def _run_forked(
 
 
 def _environment() -> dict[str, str]:
-    """That of this process for a job."""
+    """That of this process for a job. What a recording says when it begins is left out of the outputs."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("GRADTRACE_")}
-    return {**inherited, "OMP_NUM_THREADS": "1"}
+    return {**inherited, "OMP_NUM_THREADS": "1", "GRADTRACE_QUIET": "1"}
 
 
 def _read(stdout: IO[bytes], stderr: IO[bytes]) -> tuple[str, str]:

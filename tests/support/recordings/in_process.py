@@ -16,7 +16,7 @@ from gradtrace_analyzer.sql.views import connect
 @contextlib.contextmanager
 def recording(directory: Path, **settings: Any) -> Iterator[None]:
     """Record what the block does. Our own failures raise unless `strict=False`."""
-    gradtrace_recorder.start(str(directory), **{"strict": True, **settings})
+    gradtrace_recorder.start(str(directory), **{"strict": True, "quiet": True, **settings})
     try:
         yield
     finally:
