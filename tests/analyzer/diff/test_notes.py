@@ -64,7 +64,8 @@ def alignment(a: list[Row], b: list[Row]) -> Any:
 def test_generators_that_differ_where_nothing_shows_it_are_told() -> None:
     a, b = [{"rng_fingerprint": 1}] * 3, [{"rng_fingerprint": n} for n in (1, 2, 2)]
     assert rng_notes(alignment(a, b), [0, 1, 2]) == [
-        "The random generators differ from step 1 on (rank 0), but nothing that was recorded depends on them."
+        "The random generators stand elsewhere at the beginning of steps 1-2 (rank 0); nothing that was compared "
+        "shows it."
     ]
     assert rng_notes(alignment(a, b), [0]) == rng_notes(alignment(a, a), [0, 1, 2]) == []
 
@@ -76,8 +77,8 @@ def origin(link: str, step: int = 0) -> Origin:
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
-        ((1, 0), "made 1 forward in the baseline that no backward pass followed, and none in the candidate."),
-        ((0, 2), "made none forwards in the baseline that no backward pass followed, and 2 in the candidate."),
+        ((1, 0), "made 1 forward in the baseline that no backward pass followed, and no forward in the candidate."),
+        ((0, 2), "made no forward in the baseline that no backward pass followed, and 2 forwards in the candidate."),
         ((2, 2), None),
     ],
 )  # fmt: skip

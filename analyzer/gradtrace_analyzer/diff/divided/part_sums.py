@@ -44,7 +44,8 @@ from gradtrace_analyzer.words.numbers import counts_phrase
 
 @dataclass(frozen=True)
 class PartSums:
-    """What comparing the sums gave: the differences of the first step that has one beyond tolerance."""
+    """What comparing the sums gave: the differences of the first step that has one beyond tolerance, and the `largest`
+    error of what has none."""
 
     divisions: tuple[Division, Division]
     step: int | None
@@ -63,7 +64,8 @@ class PartSums:
         return (
             f"The work is divided otherwise: {a.words()} in the baseline, {b.words()} in the candidate. "
             "Sums over ranks "
-            f"and microbatches were compared: {counts}; the largest relative error is {self.largest:.1e}.{scaled}"
+            f"and microbatches were compared: {counts}; the largest relative error"
+            f"{' of those within their tolerance' * (self.step is not None)} is {self.largest:.1e}.{scaled}"
         )
 
 
@@ -98,11 +100,11 @@ class PartSumComparison:
             errors = [
                 c.error
                 for d in pairs
-                if d.table != "parameters"
+                if d.table != "parameters" and not d.exceeds
                 for c in (d.reads, d.writes)
                 if c and c.error
             ]
-            largest = max([largest, *errors]) if not apart else largest
+            largest = max([largest, *errors])
             if apart:
                 return PartSums(self._parts, step, tuple(apart), counts, largest, factor)
         return PartSums(self._parts, None, (), counts, largest, factor)

@@ -166,4 +166,9 @@ def _cover_object(cover: Cover) -> dict[str, Any]:
         "asked_for": cover.selection.phrase or None,
         "flights": {s: list(steps) for s, steps in cover.flights.items()},
         "filters": {s: dict(r) for s, r in cover.filters.items()},
+        "crashes": {
+            s: [{"rank": c.rank, "step": c.step, "ended": c.ended} for c in found]
+            for s, found in cover.crashes.items()
+        },
+        "without_values": list(cover.without_values),
     }
