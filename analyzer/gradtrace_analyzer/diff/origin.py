@@ -13,8 +13,8 @@ from gradtrace_analyzer.sql.pipelines import StagePlace
 
 # What a sentence may rest on, where both sides recorded it: what the row `reads`; its module's `parameters`, or that it
 # has none; `outputs` of calls and gradients of `nodes` in front of it; `local` gradients, those `after backward`, and
-# the `final` ones that the optimizer saw; a parameter's value `before` the step, the optimizer's `settings`; what the
-# `sender` of a stage's tensor made.
+# the `final` ones that the optimizer saw; a parameter's value `before` the step, and as the step before `left` it; the
+# optimizer's `settings`; what the `sender` of a stage's tensor made.
 Ground = Literal[
     "reads",
     "parameters",
@@ -25,6 +25,7 @@ Ground = Literal[
     "after backward",
     "final",
     "before",
+    "left",
     "settings",
     "sender",
 ]

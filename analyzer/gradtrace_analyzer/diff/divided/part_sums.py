@@ -45,7 +45,7 @@ from gradtrace_analyzer.words.numbers import counts_phrase
 @dataclass(frozen=True)
 class PartSums:
     """What comparing the sums gave: the differences of the first step that has one beyond tolerance, and the `largest`
-    error of what has none."""
+    error of the steps before."""
 
     divisions: tuple[Division, Division]
     step: int | None
@@ -64,9 +64,15 @@ class PartSums:
         return (
             f"The work is divided otherwise: {a.words()} in the baseline, {b.words()} in the candidate. "
             "Sums over ranks "
-            f"and microbatches were compared: {counts}; the largest relative error"
-            f"{' of those within their tolerance' * (self.step is not None)} is {self.largest:.1e}.{scaled}"
+            f"and microbatches were compared: {counts}{self._largest()}.{scaled}"
         )
+
+    def _largest(self) -> str:
+        """The largest error, where it is not that of the difference itself."""
+        if self.step is None:
+            return f"; the largest relative error is {self.largest:.1e}"
+        before = f"; in the steps before, the largest relative error is {self.largest:.1e}"
+        return before if self.largest else ""
 
 
 class PartSumComparison:
@@ -100,11 +106,11 @@ class PartSumComparison:
             errors = [
                 c.error
                 for d in pairs
-                if d.table != "parameters" and not d.exceeds
+                if d.table != "parameters"
                 for c in (d.reads, d.writes)
                 if c and c.error
             ]
-            largest = max([largest, *errors])
+            largest = max([largest, *errors]) if not apart else largest
             if apart:
                 return PartSums(self._parts, step, tuple(apart), counts, largest, factor)
         return PartSums(self._parts, None, (), counts, largest, factor)

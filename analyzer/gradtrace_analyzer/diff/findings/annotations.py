@@ -62,7 +62,9 @@ def equal_in_step(
         for point in _points(table.table)
     } & set(recorded)
     touched = {place for d in differences for place in _modules_of(d)}
-    untouched = {place for place in modules if place not in touched} if links else set()
+    # Of a module without values nothing is known.
+    seen = modules if "forward" in recorded else ()
+    untouched = {place for place in seen if place not in touched}
     outermost = [
         (root, fqn)
         for root, fqn in sorted(untouched)

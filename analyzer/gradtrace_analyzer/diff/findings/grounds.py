@@ -63,6 +63,10 @@ def _grounds(
         yield from _of_gradient(recorded, origin, key, ranks)
     if d.table == "parameters" and d.key.get("point") == "after":
         yield from _of_update(recorded, step, ranks, at)
+    if d.table == "parameters" and d.key.get("point") == "before":
+        left = Rows(d.table, step - 1, ranks, "", {**at, "point": "after"})
+        if recorded.both(left):
+            yield "left"
     if origin.rewritten is not None:
         yield from _of_update(recorded, step, ranks, {**at, "parameter_fqn": origin.rewritten})
     if d.table == "stage_events" and origin.source is not None:

@@ -28,7 +28,7 @@ def gradient_of_one(origin: Origin) -> str:
         )
     return (
         f"the optimizer saw no gradient of {parameter_of(origin)} in the {other}: it had none when the "
-        "optimizer stepped, or is in no group of it. All before it is equal."
+        "optimizer stepped, or is in no group of it. All that was recorded before it is equal."
     )
 
 

@@ -69,19 +69,22 @@ def origin_sentence(origin: Origin) -> str:
         a, b = (said.get(v, v) for v in d.values["kind"])
         return (
             f"{where}backward pass {d.key['backward_index']} is {b} in the candidate and {a} in the "
-            "baseline; all before it is equal."
+            "baseline; all that was recorded before it is equal."
         )
     if origin.link == "structure" and d.table == "gradients" and d.key["point"] == "final":
         return where + gradient_of_one(origin)
     if origin.link == "structure":
-        return f"{where}{row_name(origin)} is in the {d.only_in} alone; all before it is equal."
+        lone = f"{where}{row_name(origin)} is in the {d.only_in} alone"
+        return f"{lone}; all that was recorded before it is equal."
     if "requires_grad" in d.values:
         return where + _frozen(origin)
     if origin.link == "parameters":
-        what = "changed since the step before" if origin.step else "differs from the start"
+        since = if_known(origin, "left", "changed since the step before: it ")
+        what = since if origin.step else "differs from the start: it "
+        unknown = "; what the step before left was not recorded on both sides" if not what else ""
         return (
-            f"{where}{parameter_of(origin)}{and_others(origin)} {what}: it {size} "
-            "before the step's first forward."
+            f"{where}{parameter_of(origin)}{and_others(origin)} {what}{size} "
+            f"before the step's first forward{unknown}."
         )
     if origin.link == "inputs":
         return f"{where}the input {d.key['name']!r}{and_others(origin)} {size}."
@@ -334,7 +337,7 @@ def _bucket_sentence(origin: Origin) -> str:
         a, b = (said.get(v, f"is {v}") for v in d.values["ddp_sync"])
         return (
             f"backward pass {d.key['backward_index']} {b} in the candidate and {a} in the baseline; "
-            "all before it is equal."
+            "all that was recorded before it is equal."
         )
     if d.values:
         changed = [f"{name} is {b} instead of {a}" for name, (a, b) in d.values.items()]
