@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from gradtrace_analyzer.check.check import check
+from gradtrace_analyzer.cli import analyzer
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.failures.endings import endings
 from gradtrace_analyzer.reports import check as check_report
@@ -39,7 +41,7 @@ SAID = {
     r"the optimizer's settings are equal": {"optimizer_groups"},
     r"what every rank put in is equal": {"buckets"},
     r"although what it received is equal|although stage \d made the same": {"stage_events"},
-    r"all before it is equal": {"parameters", "inputs", "module_calls"},
+    r"all that was recorded before it is equal": {"parameters", "inputs", "module_calls"},
     r"changed since the step before": {"parameters"},
     r"the optimizer saw no gradient": {"gradients"},
     r"no (output|[a-z, ]*output)[a-z, ]* differs by more": {"module_calls"},
@@ -70,7 +72,7 @@ NOT_HERE = {
     r"what every rank put in is equal",
     r"gradients that the Nodes gave are equal|all Nodes that ran before gave equal",
     r"local gradients are equal",
-    r"all before it is equal",
+    r"all that was recorded before it is equal",
     r"the optimizer saw no gradient",
     r"reduced gradients are equal",
     r"no (output|[a-z, ]*output)[a-z, ]* differs by more",
@@ -97,15 +99,6 @@ TWO_RANKS = {
     "stages": "stages",
     "stages-derivative": "stages:derivative",
 }
-PAIRS = (
-    ("plain", "again"),
-    ("plain", "derivative"),
-    ("plain", "loss"),
-    ("plain", "gradient"),
-    ("teacher", "teacher-output"),
-    ("ddp", "ddp-update"),
-    ("stages", "stages-derivative"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -142,18 +135,83 @@ def untrue(said: str, table: str) -> Iterator[str]:
             yield found[0]
 
 
+# Of each pair the tables that its sentences rest on; of the last two all that a job on several ranks has.
+_CHAIN = ("parameters", "inputs", "module_calls", "backward_passes", "node_events", "gradients")
+PAIRS = {
+    ("plain", "again"): ("steps", *_CHAIN),
+    ("plain", "derivative"): ("node_events", "node_tensors", "module_calls"),
+    ("plain", "loss"): ("backward_passes", "module_calls"),
+    ("plain", "gradient"): ("gradients", "parameters"),
+    ("teacher", "teacher-output"): ("parameters", "module_calls"),
+    ("ddp", "ddp-update"): (*_CHAIN, "buckets", "groups", "optimizer_groups", "steps"),
+    ("stages", "stages-derivative"): ("stage_events", "node_events", "parameters"),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
 def test_no_sentence_of_diff_rests_on_a_table_that_neither_side_has(
     pair: tuple[str, str], runs: Path, tmp_path: Path
 ) -> None:
-    for table in tables_of(runs / pair[0]):
-        for way in ("never", "values"):
+    for table in PAIRS[pair]:
+        # A whole table is gone, or, where it holds any, all its values.
+        ways = ("never",) if table in ("steps", "groups", "node_tensors") else ("never", "values")
+        for way in ways:
             sides = [
                 without(runs / name, table, way, tmp_path / f"{table}-{way}-{n}")
                 for n, name in enumerate(pair)
             ]
             said = diffed(*sides)
             assert not list(untrue(said, table)), (table, way, said)
-            if way == "values" and table in tables_of(sides[0]):
-                assert "bit for bit" not in said or "Not compared" in said
+
+
+@pytest.mark.slow
+def test_table_that_one_side_lacks_is_no_ground_either(runs: Path, tmp_path: Path) -> None:
+    for n, table in enumerate(("parameters", "gradients", "optimizer_groups", "buckets")):
+        for way in ("lost", "never"):
+            lacking = without(runs / "ddp", table, way, tmp_path / f"{table}-{way}")
+            sides = (lacking, runs / "ddp-update")
+            said = diffed(*(sides if n % 2 else sides[::-1]))
+            assert not list(untrue(said, table)), (table, way, said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "ddp", "stages"])
+def test_no_sentence_about_one_run_rests_on_a_table_that_it_lacks(
+    name: str, runs: Path, tmp_path: Path
+) -> None:
+    for table in tables_of(runs / name):
+        lacking = without(runs / name, table, "never", tmp_path / table)
+        said = judged(lacking)
+        assert not list(untrue(said, table)), (table, said)
+        result = CliRunner().invoke(analyzer, ["timing", str(lacking)])
+        assert result.exception is None or isinstance(result.exception, SystemExit), table
+
+
+@pytest.mark.slow
+def test_sentences_that_are_looked_for_are_said_where_nothing_is_missing(runs: Path) -> None:
+    said = "\n".join(
+        [
+            *(diffed(runs / a, runs / b) for a, b in (*PAIRS, ("two", "two-update"))),
+            *(judged(runs / name) for name in ("ddp", "stages")),
+        ]
+    )
+    assert {p for p in SAID if not re.search(p, said, re.MULTILINE)} == NOT_HERE
+
+
+def test_second_optimizer_and_teacher_are_spoken_of_as_far_as_they_were_recorded(
+    runs: Path,
+) -> None:
+    """Of an optimizer of which no group was recorded, and of a root whose parameters were not."""
+    update = diffed(
+        without(runs / "two", "optimizer_groups", "never", runs / "two-lacking"),
+        without(runs / "two-update", "optimizer_groups", "never", runs / "two-update-lacking"),
+    )
+    assert "the optimizer's settings were not recorded on both sides" in update
+    teacher = diffed(runs / "teacher", runs / "teacher-output")
+    assert "although its inputs are equal" in teacher
+
+
+def test_loss_is_scaled_where_a_scaler_was(runs: Path) -> None:
+    assert "(a loss scale)" in diffed(runs / "plain", runs / "scaler")
+    assert "(a loss scale)" not in diffed(runs / "plain", runs / "loss")

@@ -18,7 +18,9 @@ from gradtrace_analyzer.diff.notes import (
     rng_notes,
 )
 from gradtrace_analyzer.diff.origin import Origin
-from support.synthetic_runs.differences import Row, aligned, call, run_of, views
+from gradtrace_analyzer.failures.crashes import Crash
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
+from support.synthetic_runs.differences import Row, aligned, call, cover, run_of, views
 
 LONE = Structure((OneSided("node", "A", "candidate"),))
 
@@ -106,4 +108,15 @@ def test_differences_that_were_not_followed_are_counted() -> None:
 
 
 def test_only_sides_with_ranks_that_did_not_end_are_asked_for_deaths() -> None:
-    assert deaths_of({"baseline": run_of(), "candidate": run_of()}) == []
+    assert deaths_of({"baseline": run_of(), "candidate": run_of()}, cover()) == []
+
+
+def test_exception_that_ended_a_rank_is_told_once() -> None:
+    crash = Crash(0, 3, "was ended by ValueError: boom", exception_type="ValueError")
+    runs, crashed = {"candidate": run_of()}, cover(crashes={"candidate": (crash,)})
+    assert deaths_of(runs, crashed) == [
+        "The candidate crashed: rank 0 was ended by ValueError: boom, in step 3."
+    ]
+    row = {"exception_type": "ValueError"}
+    told = [OneSidedFailure(rank=0, step=3, backward_index=0, row=row, side="candidate")]
+    assert deaths_of(runs, crashed, told) == []
