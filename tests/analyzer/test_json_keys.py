@@ -229,6 +229,10 @@ def diffs(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     part.write_bytes(part.read_bytes()[:-20])
     yield ask(one, other)
     yield ask(good, trained(place / "infinite", at_step_1(float("inf"))))
+    boom = {"uncaught": ["ValueError", "boom"], "last_step": 2}
+    crashed = build_run(place / "crashed", Job().made(), world_size=2, rank_facts=boom)
+    yield ask(crashed, crashed)
+    yield answer_of("check", crashed)
 
 
 def of_one_run(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -96,9 +96,10 @@ def _chain_rows(
             continue
         way = ways[0] if role == "reads" else ways[1]
         if change is None:
-            other = twin.get(f"{prefix}norm")
-            both = None if other is None else 0.0
-            yield ChainRow(rank, link, key, way, norm, other, both, None, is_origin)
+            # Equal by their fingerprints: norms may have been added up otherwise.
+            has_twin = twin.get(f"{prefix}norm") is not None
+            other, error = (norm, 0.0) if has_twin else (None, None)
+            yield ChainRow(rank, link, key, way, norm, other, error, None, is_origin)
             continue
         a = None if change.baseline is None else change.baseline["norm"]
         b = None if change.candidate is None else change.candidate["norm"]
