@@ -236,6 +236,10 @@ def diffs(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     counted = [{"step": n, "framework": "transformers", "framework_step": n} for n in range(3)]
     counting = build_run(place / "counting", {"steps": counted})
     yield ask(counting, counting, "--align-steps", "framework")
+    boom = {"uncaught": ["ValueError", "boom"], "last_step": 2}
+    crashed = build_run(place / "crashed", Job().made(), world_size=2, rank_facts=boom)
+    yield ask(crashed, crashed)
+    yield answer_of("check", crashed)
 
 
 def of_one_run(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:

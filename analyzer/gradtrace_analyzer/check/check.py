@@ -10,6 +10,7 @@ from typing import Any, Literal
 from gradtrace_analyzer.check.evidence import Evidence, gathered
 from gradtrace_analyzer.check.law import Compression, Findings, Law, Violation
 from gradtrace_analyzer.check.registry import all_laws, causes_of
+from gradtrace_analyzer.failures.crashes import Crash, crashes
 from gradtrace_analyzer.runs.last_seen import last_seen
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.views import clock_shifts, connect
@@ -24,7 +25,8 @@ class CheckCover:
 
     `steps` are by rank. `groups` has an object for each module that a data-parallel group holds copies of. `dropped`
     (rows by table), `unsummarised` (tensors by reason) and `replay_skipped` (Nodes by reason) are summed over ranks.
-    `flight_steps` is how many steps a flight recording keeps, None for one that keeps all.
+    `crashes` are the ranks that were stopped before their end. `flight_steps` is how many steps a flight recording
+    keeps, None for one that keeps all.
     """
 
     ranks: tuple[int, ...]
@@ -39,6 +41,7 @@ class CheckCover:
     settings: Mapping[str, Any]
     problems: tuple[str, ...]
     damaged: tuple[str, ...]
+    crashes: tuple[Crash, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class CheckAnswer:
 
     `judged` says how much each law compared, in its unit; `not_judged` why others compared nothing, both in the
     order of the chain. A law that has nothing to say of such a run (of stages, where there are none) is in neither.
-    `clean_counts` are the parameters and steps that the sentence of a clean run speaks of.
+    `clean_counts` are the parameters and steps that the sentence of a clean run speaks of, and how often they were
+    compared `before` and `after` a step.
     """
 
     verdict: CheckVerdict
@@ -151,14 +155,17 @@ def _same_group(a: Violation, b: Violation) -> bool:
 
 
 def _counts(evidence: Evidence) -> dict[str, int]:
-    """How many parameters and steps the sentence of a clean run speaks of."""
+    """How many parameters and steps the sentence of a clean run speaks of, and how many comparisons before and after
+    them."""
+    names = ("parameters", "steps", "before", "after")
     tables = {row[0] for row in evidence.rows("SHOW TABLES")}
     if "parameter_groups" not in tables:
-        return {"parameters": 0, "steps": 0}
-    [(parameters, steps)] = evidence.rows(
-        "SELECT count(DISTINCT (replica, parameter_fqn)), count(DISTINCT step) FROM parameter_groups"
+        return dict.fromkeys(names, 0)
+    [counts] = evidence.rows(
+        "SELECT count(DISTINCT (replica, parameter_fqn)), count(DISTINCT step), "
+        "count(*) FILTER (point = 'before'), count(*) FILTER (point = 'after') FROM parameter_groups"
     )
-    return {"parameters": parameters, "steps": steps}
+    return dict(zip(names, counts, strict=True))
 
 
 def _joined(run: Run) -> Iterator[str]:
@@ -206,6 +213,7 @@ def _cover(run: Run, evidence: Evidence) -> CheckCover:
             for text in info.facts.get("problems") or ()
         ),
         damaged=tuple(f"{d.part.table} of {ranks_phrase([d.part.rank])}" for d in run.damaged),
+        crashes=crashes(run),
     )
 
 

@@ -18,6 +18,7 @@ from gradtrace_analyzer.diff.divided.division import divisions, held_nowhere_els
 from gradtrace_analyzer.diff.divided.part_sums import PartSumComparison, PartSums
 from gradtrace_analyzer.diff.findings.annotations import equal_in_step, with_later_ranks, with_root
 from gradtrace_analyzer.diff.findings.factor_causes import likely_causes
+from gradtrace_analyzer.diff.findings.grounds import with_grounds
 from gradtrace_analyzer.diff.findings.replays import replayed
 from gradtrace_analyzer.diff.findings.rerun_nodes import repeated
 from gradtrace_analyzer.diff.findings.skipped_batches import skipped_batches
@@ -47,16 +48,19 @@ from gradtrace_analyzer.diff.scope.cover import (
     Cover,
     asked_differently,
     cover_of,
+    crash_words,
     lacking_words,
     lost_in,
     problems_of,
     torn_ends,
 )
 from gradtrace_analyzer.diff.scope.limits import nothing_to_compare
+from gradtrace_analyzer.diff.scope.recorded import Recorded
 from gradtrace_analyzer.diff.scope.selection import Selection
 from gradtrace_analyzer.diff.scope.stages import Stages
 from gradtrace_analyzer.diff.scope.step_alignment import StepAlignment, alignment_hint
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
+from gradtrace_analyzer.failures.crashes import crashes
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import row_counts, table_counts
@@ -173,8 +177,20 @@ def _compared(
         chosen=chosen if stages is None else replace(chosen, ranks=None),
         judgement=judgement,
     )
+    recorded = Recorded(connection)
     steps = alignment.steps()
-    cover = cover_of(runs, ranks, steps, alignment.compared(), unread, stages, chosen, aligned)
+    cover = cover_of(
+        runs,
+        ranks,
+        steps,
+        alignment.compared(),
+        unread,
+        stages,
+        chosen,
+        aligned,
+        {side: crashes(run) for side, run in runs.items()},
+        recorded,
+    )
     common = sorted({step for of_rank in steps["both"].values() for step in of_rank})
     configuration = apart_in_configuration(runs)
     failures = alignment.failures()
@@ -202,11 +218,14 @@ def _compared(
         differences = [] if step is None else alignment.differences_at(step)
         here = None if step is None else around(step)
         roots = {} if here is None else here.roots()
+        are_sums = sums is not None
         origins = [
-            _with_replays(connection, with_root(o, roots))
+            _with_replays(
+                connection, with_grounds(recorded, with_root(o, roots), are_sums=are_sums)
+            )
             for o in (with_later_ranks(origins, spread) if origins and sums is None else origins)
         ]
-        died = deaths_of(runs) if origins else []
+        died = deaths_of(runs, cover, failures) if origins else []
         is_undone = bool(origins) and _is_undone(origins[0])
         chain = (
             here.chain_rows(origins[0].difference, differences)
@@ -250,13 +269,17 @@ def _compared(
                     else ()
                 ),
             ),
-            unseen=tuple(unseen_before(runs, cover, origins[0], common) if origins else ()),
+            unseen=tuple(
+                unseen_before(runs, cover, origins[0], common, recorded.links(origins[0].step))
+                if origins
+                else ()
+            ),
             first_bits=first_bits,
             failures=tuple(failures),
             repeated=tuple(repeated(connection, origins[0].step)) if origins else (),
             first_nonfinite=on_ranks(_first_nonfinite(alignment, origins, roots), stages),
             equal=(
-                equal_in_step(differences, cover, here.modules(), roots, here.gradient_points())
+                equal_in_step(differences, cover, here.modules(), roots, recorded.links(here.step))
                 if here is not None and verdict == "different" and sums is None
                 else {}
             ),
@@ -271,7 +294,9 @@ def _compared(
         hint = None if aligned is not None or steps["both"] else alignment_hint(runs)
         return answer("incomparable", nothing, notes=[] if hint is None else [hint])
     notes = [scaled_sentence(judgement.scaled)] if judgement.scaled else []
-    notes += [aside_sentence(judgement.aside)] if judgement.aside else []
+    if judgement.aside:
+        saw = recorded.both_in_any_step("gradients", "point = 'final'", "")
+        notes += [aside_sentence(judgement.aside, sees_optimizer=saw)]
     # Stages that were arranged pair, and so do two models that are not the same one.
     is_divided = stages is None and not is_other_model and not (chosen.modules or chosen.links)
     if len(sizes) == 1 and alignment.proves_any:
@@ -295,6 +320,8 @@ def _compared(
     if step is None:
         if not cover.is_whole:
             return answer("incomparable", lacking_words(cover))
+        if len(raised := cover.raised) == 1:
+            return answer("incomparable", crash_words(cover, raised[0]))
         notes += rng_notes(alignment, common) if cover.has_fingerprints else []
         if is_other_model:
             return answer("different", notes=notes)

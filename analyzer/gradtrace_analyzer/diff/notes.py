@@ -10,10 +10,12 @@ from gradtrace_analyzer.diff.code.structure import Structure
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.scope.step_alignment import alignment_hint
+from gradtrace_analyzer.failures.crashes import crashes_sentence
 from gradtrace_analyzer.failures.endings import endings
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from gradtrace_analyzer.failures.phrases import died_phrase
 from gradtrace_analyzer.runs.run import Run, is_same_recording
-from gradtrace_analyzer.words.numbers import counted, ranks_phrase
+from gradtrace_analyzer.words.numbers import counted, ranks_phrase, steps_phrase
 
 
 def compared_with_itself(runs: Mapping[str, Run]) -> list[str]:
@@ -75,18 +77,27 @@ def abandoned(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
             continue
         counts = alignment.abandoned_forwards(origin.step, origin.difference.rank)
         if counts is not None and counts[0] != counts[1]:
-            before, after = (n or "none" for n in counts)
+            before, after = (counted(n, "forward") if n else "no forward" for n in counts)
             return [
-                f"In that step, rank {origin.difference.rank} made {before} "
-                f"{'forward' if counts[0] == 1 else 'forwards'} in the baseline that no backward pass "
+                f"In that step, rank {origin.difference.rank} made {before} in the baseline that no backward pass "
                 f"followed, and {after} in the candidate."
             ]
     return []
 
 
-def deaths_of(runs: Mapping[str, Run]) -> list[str]:
-    """Where ranks of a side died: what others then failed or stopped with follows from that."""
+def deaths_of(
+    runs: Mapping[str, Run], cover: Cover, failures: Sequence[OneSidedFailure] = ()
+) -> list[str]:
+    """Where ranks of a side died, or what ended them: what others then failed or stopped with follows from that.
+
+    An exception that is told of a backward pass (`failures`) is not told again.
+    """
     found = []
+    told = {(f.side, f.row["exception_type"]) for f in failures}
+    for side, crashed in cover.crashes.items():
+        left = [c for c in crashed if c.is_told and (side, c.exception_type) not in told]
+        if left:
+            found.append(f"The {side} crashed: {crashes_sentence(left)}.")
     for side, run in runs.items():
         if run.incomplete_ranks:
             found += [
@@ -96,12 +107,12 @@ def deaths_of(runs: Mapping[str, Run]) -> list[str]:
 
 
 def rng_notes(alignment: Alignment, steps: Sequence[int]) -> list[str]:
-    """That generators differ, where no difference shows it."""
-    for step in steps:
-        ranks = alignment.rng_differs(step)
-        if ranks:
-            return [
-                f"The random generators differ from step {step} on ({ranks_phrase(ranks)}), "
-                "but nothing that was recorded depends on them."
-            ]
-    return []
+    """That generators differ, and in which steps, where no difference shows it."""
+    apart = {step: ranks for step in steps if (ranks := alignment.rng_differs(step))}
+    if not apart:
+        return []
+    everyone = {rank for ranks in apart.values() for rank in ranks}
+    return [
+        f"The random generators stand elsewhere at the beginning of {steps_phrase(apart)} ({ranks_phrase(everyone)}); "
+        "nothing that was compared shows it."
+    ]

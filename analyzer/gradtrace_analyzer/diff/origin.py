@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from gradtrace_analyzer.diff.code.structure import OneSided
 from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from gradtrace_analyzer.sql.pipelines import StagePlace
+
+# What a sentence may rest on, where both sides recorded it: what the row `reads`; its module's `parameters`, or that it
+# has none; `outputs` of calls and gradients of `nodes` in front of it; `local` gradients, those `after backward`, and
+# the `final` ones that the optimizer saw; a parameter's value `before` the step, and as the step before `left` it; the
+# optimizer's `settings`; what the `sender` of a stage's tensor made.
+Ground = Literal[
+    "reads",
+    "parameters",
+    "no parameters",
+    "outputs",
+    "nodes",
+    "local",
+    "after backward",
+    "final",
+    "before",
+    "left",
+    "settings",
+    "sender",
+]
 
 
 @dataclass(frozen=True)
@@ -111,6 +130,8 @@ class Origin:
     rewritten: str | None = None
     # Another origin's module was called with the same tensor, and of both some gradients alone differ.
     shares_input: bool = False
+    # What its sentence may call equal, since both sides recorded it.
+    rests_on: frozenset[Ground] = frozenset()
 
     @property
     def step(self) -> int:

@@ -152,12 +152,12 @@ def _ending(
     place: RankPlace | None = None
     idle = None
     if info.is_complete or (seen is not None and seen.closed_ns):
-        uncaught, place = _uncaught(info.facts), _left_in(info.facts)
-        state: State = "raised" if last is not None or uncaught else "ended"
+        error, place = uncaught(info.facts), left_in(info.facts)
+        state: State = "raised" if last is not None or error else "ended"
     elif seen is None:
-        state, uncaught = "unknown", None
+        state, error = "unknown", None
     else:
-        uncaught, place, life = None, seen.place, seen.life
+        error, place, life = None, seen.place, seen.life
         state = "died" if life == "dead" else "silent" if life == "silent" else "running"
         if life == "alive":
             idle = seen.idle_ns(seen.moved_ns)
@@ -176,7 +176,7 @@ def _ending(
         last_failure=last,
         failure_count=count,
         went_on=went_on,
-        uncaught=uncaught,
+        uncaught=error,
         dropped=_dropped(info.facts, seen),
     )
 
@@ -213,14 +213,16 @@ def _holds(part: str, rank: int) -> bool:
     return int(first) <= rank <= int(last or first)
 
 
-def _uncaught(facts: Mapping[str, Any]) -> tuple[str, str] | None:
+def uncaught(facts: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(type, text) of the exception that ended a rank which closed its recording, from the rank's json."""
     kept = facts.get("uncaught")
     if isinstance(kept, list) and len(kept) == 2:
         return str(kept[0]), str(kept[1])
     return None
 
 
-def _left_in(facts: Mapping[str, Any]) -> RankPlace | None:
+def left_in(facts: Mapping[str, Any]) -> RankPlace | None:
+    """The forward or optimizer's step that such a rank never left, from its json."""
     kept = facts.get("left_in")
     if not isinstance(kept, dict):
         return None

@@ -102,7 +102,8 @@ def failed_passes(
     """
     rows = _dicts(
         connection,
-        f"SELECT f.*, n.parameter_fqn FROM {schema}failures f {among} "
+        f"SELECT f.* REPLACE (coalesce(n.parameter_fqn, f.parameter_fqn) AS parameter_fqn) "
+        f"FROM {schema}failures f {among} "
         f"LEFT JOIN {schema}node_events n USING (rank, step, backward_index, event_index) "
         "ORDER BY f.record_index, f.rank",
     )

@@ -14,6 +14,12 @@ def died_phrase(ending: Ending) -> str:
     return f"rank {ending.rank} {verb_} {where}"
 
 
+def first_line(text: str) -> str:
+    """The first line of an exception's text, cut at 200 characters."""
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    return first if len(first) <= 200 else f"{first[:200].rstrip()} ..."
+
+
 def where_phrase(place: RankPlace) -> str:
     """`in step 3, in SigmoidBackward0 of blocks.2`."""
     step = "" if place.step is None else f"in step {place.step}, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +12,7 @@ from gradtrace_analyzer.check.laws.equality import parameters_equal
 from gradtrace_analyzer.check.laws.finite import values_finite
 from gradtrace_analyzer.check.laws.handovers import handovers_equal
 from gradtrace_analyzer.check.laws.reductions import reduction_is_mean
+from gradtrace_analyzer.failures.crashes import crashes_sentence
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.words.numbers import counted, ranks_phrase, steps_phrase
 
@@ -42,7 +43,8 @@ def explanation(answer: CheckAnswer) -> str:
     """What a person would say first."""
     if answer.verdict == "incomparable":
         reasons = dict.fromkeys(answer.not_judged.values())
-        return f"Cannot tell: nothing could be judged ({'; '.join(reasons)})."
+        told = f" {_crashed(answer.cover)}" if answer.cover.crashes else ""
+        return f"Cannot tell: nothing could be judged ({'; '.join(reasons)}).{told}"
     errors = [v for v in answer.violations if v.severity == "error"]
     if errors:
         more = len(answer.violations) - 1
@@ -50,6 +52,40 @@ def explanation(answer: CheckAnswer) -> str:
         return f"{_cause(errors[0], answer).explanation}{others}"
     warnings = [v.explanation for v in answer.violations]
     return " ".join((_clean(answer), *warnings))
+
+
+def headline(answer: CheckAnswer) -> str:
+    """The verdict; `clean` alone is said of a run that came to its end and of which all was there to be judged."""
+    if answer.verdict != "clean":
+        return answer.verdict
+    cover = answer.cover
+    if any(crash.is_told for crash in cover.crashes):
+        return "clean until it crashed"
+    if cover.crashes:
+        return "clean until it was cut off"
+    if answer.violations:
+        return f"clean, with {counted(len(answer.violations), 'warning')}"
+    # Of groups that hold copies of a module nothing but single values may have been judged.
+    alone = cover.groups and not any(map(answer.judged.get, (parameters_equal, reduction_is_mean)))
+    return "clean in what could be judged" if alone or _lacks(cover) else "clean"
+
+
+def _lacks(cover: CheckCover) -> bool:
+    """Whether something of the run is not there to be judged: ranks, rows, values, or reductions that no rank saw."""
+    left_out = any(cover.settings.get(name) for name in ("steps", "ranks", "modules"))
+    less = cover.settings.get("summary") not in ("full", None) or cover.settings.get(
+        "detail"
+    ) not in ("nodes", None)
+    unseen = any(g["unobserved"] for g in cover.groups)
+    return bool(
+        cover.missing_ranks or cover.dropped or cover.problems or cover.damaged or unseen
+    ) or (left_out or less)
+
+
+def _crashed(cover: CheckCover) -> str:
+    """That ranks were stopped before their end, and by what."""
+    how = "crashed" if any(crash.is_told for crash in cover.crashes) else "was cut off"
+    return f"The run {how}: {crashes_sentence(cover.crashes)}."
 
 
 def _cause(v: Violation, answer: CheckAnswer) -> Violation:
@@ -61,7 +97,7 @@ def _cause(v: Violation, answer: CheckAnswer) -> Violation:
 
 def lines(answer: CheckAnswer, name: str) -> Iterator[str]:
     """The answer for a terminal: sentences, then what was judged and what was not."""
-    yield f"{answer.verdict}: {name}"
+    yield f"{headline(answer)}: {name}"
     yield ""
     if answer.verdict != "violated":
         yield _clean(answer) if answer.verdict == "clean" else explanation(answer)
@@ -105,6 +141,9 @@ def as_object(answer: CheckAnswer) -> dict[str, Any]:
         "not_judged": {law.name: reason for law, reason in answer.not_judged.items()},
         "cover": {
             **asdict(answer.cover),
+            "crashes": [
+                {"rank": c.rank, "step": c.step, "ended": c.ended} for c in answer.cover.crashes
+            ],
             "steps": {str(rank): own for rank, own in answer.cover.steps.items()},
             "notes": answer.notes,
         },
@@ -123,13 +162,18 @@ def _violation_object(v: Violation) -> dict[str, Any]:
 
 
 def _clean(answer: CheckAnswer) -> str:
-    """`Clean: 12 parameters equal on ranks 0-1 before and after 3 steps, 6 buckets are the mean.`"""
+    """`Clean: 12 parameters equal on ranks 0-1 before and after 3 steps, 6 buckets are the mean.`
+
+    Of a law that a warning is about nothing is said here: the warning says it.
+    """
     said = []
-    counts, judged = answer.clean_counts, answer.judged
+    counts = answer.clean_counts
+    told = {v.law for v in answer.violations}
+    judged = {law: count for law, count in answer.judged.items() if law not in told}
     if judged.get(parameters_equal):
         said.append(
-            f"{counted(counts['parameters'], 'parameter')} equal on {ranks_phrase(answer.cover.ranks)} before and "
-            f"after {counted(counts['steps'], 'step')}"
+            f"{counted(counts['parameters'], 'parameter')} equal on {_holders(answer.cover)} {_when(counts)} "
+            f"{counted(counts['steps'], 'step')}"
         )
     buckets = judged.get(reduction_is_mean)
     if buckets:
@@ -141,10 +185,31 @@ def _clean(answer: CheckAnswer) -> str:
         said.append(
             f"{counted(handed, 'tensor')} handed on between stages {'is' if handed == 1 else 'are'} what was sent"
         )
-    finite = not any(v.law is values_finite for v in answer.violations)
-    if judged.get(values_finite) and finite:
+    if judged.get(values_finite):
         said.append(f"{counted(judged[values_finite], 'tensor')} finite")
-    return f"Clean: {', '.join(said) or 'no law is broken'}."
+    none = (
+        "no error was found in what was judged"
+        if told
+        else "no law is broken of those that could be judged"
+    )
+    clean = f"Clean: {', '.join(said) or none}."
+    if not answer.cover.crashes:
+        return clean
+    return f"{_crashed(answer.cover)} Until then: {', '.join(said) or none}."
+
+
+def _when(counts: Mapping[str, int]) -> str:
+    """Before the steps, after them, or both: where parameters were recorded."""
+    points = [name for name in ("before", "after") if counts[name]]
+    return " and ".join(points)
+
+
+def _holders(cover: CheckCover) -> str:
+    """The ranks that hold copies of one module; of several groups, that each group's own are equal."""
+    teams = {tuple(g["recorded"]) for g in cover.groups if g["module_fqn"] is not None}
+    if len(teams) > 1:
+        return f"the ranks of each of {len(teams)} groups"
+    return ranks_phrase(teams.pop() if teams else cover.ranks)
 
 
 def _judged(answer: CheckAnswer) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradtrace_analyzer.failures.endings import Ending, Endings
 from gradtrace_analyzer.failures.failed_passes import FailedPass
-from gradtrace_analyzer.failures.phrases import where_phrase
+from gradtrace_analyzer.failures.phrases import first_line, where_phrase
 from gradtrace_analyzer.failures.under_way import StageAction
 from gradtrace_analyzer.failures.waiting import Wait
 from gradtrace_analyzer.reports.tables import table_lines
@@ -125,7 +125,7 @@ def sentence(ending: Ending) -> str:
         said.append(_raised(ending, ending.last_failure))
     if ending.uncaught is not None and not _is_said(ending):
         kind, text = ending.uncaught
-        first = _first_line(text)
+        first = first_line(text)
         what = f"{kind}: {first}" if first else kind
         end = "" if what.endswith((".", "!", "?")) else "."
         last = "" if place is None else f"; the rank was last seen {where_phrase(place)}"
@@ -200,7 +200,7 @@ def _stage_text(stage: StageAction, seen: LastSeen | None) -> str:
     if seen is not None and stage.error is None:
         since = f", since {clock_text(seen.wall_start_ns + stage.start_ns)}"
     if stage.error is not None:
-        came = _first_line(stage.error).rstrip(".:")
+        came = first_line(stage.error).rstrip(".:")
         return f"Its pipeline was {stage.told} in step {stage.step} when an exception came: {came}."
     return f"Its pipeline was {stage.told} in step {stage.step}{since}."
 
@@ -262,14 +262,14 @@ def _row(ending: Ending) -> tuple[Any, ...]:
         step = failed.step
         name = failed.row["node_name"]
         where = None if name is None else f"in {name} of {module_phrase(failed.row['module_fqn'])}"
-    waits = spans(ending.for_ranks) or (None if ending.wait is None else "all have come")
+    waits = spans(ending.for_ranks) or (None if ending.wait is None else "none: all have come")
     # Of a rank that went on, what counts is how it ended.
     is_over = ending.went_on or (
         place is not None and failed is not None and place.step != failed.step
     )
     raised = None if failed is None or (is_over and ending.state != "raised") else failed.said
     if ending.uncaught is not None:
-        raised = f"{ending.uncaught[0]}: {_first_line(ending.uncaught[1])}".removesuffix(": ")
+        raised = f"{ending.uncaught[0]}: {first_line(ending.uncaught[1])}".removesuffix(": ")
     texts = ("" if text is None else text for text in (where, since, waits, raised))
     return ending.rank, ending.state, "" if step is None else step, *texts
 
@@ -305,11 +305,6 @@ def _rank_object(ending: Ending) -> dict[str, Any]:
             for table, (count, first, last) in ending.dropped.items()
         },
     }
-
-
-def _first_line(text: str) -> str:
-    first = text.strip().splitlines()[0] if text.strip() else ""
-    return first if len(first) <= 200 else f"{first[:200].rstrip()} ..."
 
 
 def _last_step(ending: Ending) -> str:

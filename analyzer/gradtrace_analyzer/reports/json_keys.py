@@ -143,6 +143,12 @@ _DIVISION = keys_of({
     "input_count": "integer: Tensors of a step's inputs.",
 })
 
+_CRASH = keys_of({
+    "rank": "integer: Its rank.",
+    "step": "integer?: Last step that it recorded anything of.",
+    "ended": "text: What stopped it, to follow `rank 0`.",
+})
+
 _CHANGE_KEYS: Keys = {
     "what": (
         "text: `step`, `between` (from a step's end to the next one's beginning), `forward`, `backward`, "
@@ -251,6 +257,8 @@ DIFF = keys_of({
         "asked_for": "text?: What `--at`, `--rank`, `--module` and `--link` left to look at.",
         "flights": (sides(ListOf(INTEGER)), "Steps that a flight recording holds."),
         "filters": (sides(MapOf("setting", ANYTHING)), "Settings that left something out."),
+        "crashes": (sides(ListOf(_CRASH)), "Ranks that were stopped before their end."),
+        "without_values": "[text]: Tables of which a side holds rows without values: these paired by name alone.",
     }), "What was compared, and what was not."),
     "factor": "number?: The first origin's factor.",
     "factor_causes": "[text]: Counts that would make that factor.",
@@ -343,6 +351,7 @@ CHECK = keys_of({
         "settings": (MapOf("setting", ANYTHING), "Settings of the recording."),
         "problems": "[text]: What the recorder gave up.",
         "damaged": "[text]: Parts that could not be read.",
+        "crashes": (ListOf(_CRASH), "Ranks that were stopped before their end."),
         "notes": "[text]: What limits the answer.",
     }), "What was judged, and what was not."),
     "explanation": "text: The answer in words.",

@@ -18,7 +18,9 @@ from gradtrace_analyzer.diff.notes import (
     rng_notes,
 )
 from gradtrace_analyzer.diff.origin import Origin
-from support.synthetic_runs.differences import Row, aligned, call, run_of, views
+from gradtrace_analyzer.failures.crashes import Crash
+from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
+from support.synthetic_runs.differences import Row, aligned, call, cover, run_of, views
 
 LONE = Structure((OneSided("node", "A", "candidate"),))
 
@@ -64,7 +66,8 @@ def alignment(a: list[Row], b: list[Row]) -> Any:
 def test_generators_that_differ_where_nothing_shows_it_are_told() -> None:
     a, b = [{"rng_fingerprint": 1}] * 3, [{"rng_fingerprint": n} for n in (1, 2, 2)]
     assert rng_notes(alignment(a, b), [0, 1, 2]) == [
-        "The random generators differ from step 1 on (rank 0), but nothing that was recorded depends on them."
+        "The random generators stand elsewhere at the beginning of steps 1-2 (rank 0); nothing that was compared "
+        "shows it."
     ]
     assert rng_notes(alignment(a, b), [0]) == rng_notes(alignment(a, a), [0, 1, 2]) == []
 
@@ -76,8 +79,8 @@ def origin(link: str, step: int = 0) -> Origin:
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
-        ((1, 0), "made 1 forward in the baseline that no backward pass followed, and none in the candidate."),
-        ((0, 2), "made none forwards in the baseline that no backward pass followed, and 2 in the candidate."),
+        ((1, 0), "made 1 forward in the baseline that no backward pass followed, and no forward in the candidate."),
+        ((0, 2), "made no forward in the baseline that no backward pass followed, and 2 forwards in the candidate."),
         ((2, 2), None),
     ],
 )  # fmt: skip
@@ -105,4 +108,15 @@ def test_differences_that_were_not_followed_are_counted() -> None:
 
 
 def test_only_sides_with_ranks_that_did_not_end_are_asked_for_deaths() -> None:
-    assert deaths_of({"baseline": run_of(), "candidate": run_of()}) == []
+    assert deaths_of({"baseline": run_of(), "candidate": run_of()}, cover()) == []
+
+
+def test_exception_that_ended_a_rank_is_told_once() -> None:
+    crash = Crash(0, 3, "was ended by ValueError: boom", exception_type="ValueError")
+    runs, crashed = {"candidate": run_of()}, cover(crashes={"candidate": (crash,)})
+    assert deaths_of(runs, crashed) == [
+        "The candidate crashed: rank 0 was ended by ValueError: boom, in step 3."
+    ]
+    row = {"exception_type": "ValueError"}
+    told = [OneSidedFailure(rank=0, step=3, backward_index=0, row=row, side="candidate")]
+    assert deaths_of(runs, crashed, told) == []

@@ -326,7 +326,7 @@ def buckets_launched(evidence: Evidence) -> Findings:
         if r.module_fqn is not None and not r.unobserved and not r.is_sharded
     ]
     if not observed:
-        return not_judged(evidence.lacking)
+        return not_judged(_unobserved(evidence))
     evidence.connection.execute(
         f"CREATE TEMP TABLE unlaunched AS {_UNLAUNCHED}",
         {
@@ -345,6 +345,17 @@ def buckets_launched(evidence: Evidence) -> Findings:
     violations = [_left_out(evidence, *row) for row in found]
     violations += _never_done(evidence)
     return outcome(violations, compared, _NO_PASS)
+
+
+def _unobserved(evidence: Evidence) -> str:
+    """Why no pass can be asked for its buckets."""
+    known = [r for r in evidence.replicas if r.module_fqn is not None]
+    reasons = dict.fromkeys(r.unobserved for r in known if r.unobserved)
+    if reasons:
+        return f"the reductions were not recorded: {'; '.join(reasons)}"
+    if known:
+        return "what reduces to shards has no buckets to launch"
+    return evidence.lacking
 
 
 def _left_out(

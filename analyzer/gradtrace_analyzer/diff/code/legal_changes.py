@@ -20,6 +20,26 @@ from gradtrace_analyzer.words.numbers import counted
 # Nodes that exist to convert between dtypes, which is what mixed precision is.
 _CASTS = "('ToCopyBackward0')"
 
+# What is left of a ratio that is a power of two where nothing but the scale differs: the rounding of norms.
+_EXACTLY = 1e-5
+
+# By rank, whether the losses of the first step that has any differ by a power of two, within what other arithmetic
+# makes of the same parameters.
+_FROM_FIRST = """
+SELECT rank, CASE WHEN ratio > 0 THEN
+    round(log2(ratio)) <> 0 AND abs(ratio / 2.0 ** round(log2(ratio)) - 1) < 0.02 END AS is_scaled
+FROM (SELECT rank, median(c.loss / nullif(b.loss, 0)) AS ratio FROM baseline.backward_passes b
+    JOIN candidate.backward_passes c USING (rank, step, backward_index)
+    WHERE b.kind = 'backward' AND c.kind = 'backward' AND isfinite(b.loss) AND isfinite(c.loss)
+    GROUP BY rank, step QUALIFY row_number() OVER (PARTITION BY rank ORDER BY step) = 1)
+"""
+
+# By rank, the first step that a scaler is known to have skipped, on either side.
+_AFTER_SKIP = """
+SELECT rank, min(step) AS skipped
+FROM (FROM baseline.steps UNION ALL BY NAME FROM candidate.steps) WHERE skipped GROUP BY rank
+"""
+
 _GRADIENT_TABLES = {
     "node_events": ("reads", "writes"),
     "gradients": ("writes",),
@@ -50,9 +70,13 @@ class LossScale:
 def divide_out_loss_scales(connection: duckdb.DuckDBPyConnection) -> list[LossScale]:
     """Divide the candidate's rows by a loss scale, where one was taken back before the optimizer saw the gradients.
 
-    A loss scale is a power of two, by which the loss differs, and by which the accumulated gradients differ more than
-    the final ones do (in the median over the parameters: a fault changes both). Where no optimizer was recorded to have
-    seen the gradients nothing tells a scale from a fault.
+    A loss scale is a power of two, by which the loss of each pass differs, and by which the accumulated gradients
+    differ more than the final ones do (in the median over the parameters: a fault changes both). Where no optimizer was
+    recorded to have seen the gradients nothing tells a scale from a fault.
+
+    Once runs have parted a loss may be about four times the other's by chance, and clipping then takes the gradients
+    back. So the losses must differ by a power of two from the first step on, where the parameters are still the same;
+    or exactly; or after a step that a scaler is known to have skipped.
     """
     if not _any(connection, "differing_backward_passes"):
         return []
@@ -63,17 +87,23 @@ def divide_out_loss_scales(connection: duckdb.DuckDBPyConnection) -> list[LossSc
     finite = "(coalesce(writes_c_nan_count, 0) + coalesce(writes_c_inf_count, 0) = 0)"
     connection.execute(
         "CREATE OR REPLACE TEMP TABLE scaling AS WITH losses AS ("
-        "SELECT rank, step, median(value_c_loss / nullif(value_b_loss, 0)) AS factor FROM differing_backward_passes "
+        "SELECT rank, step, list(value_c_loss / nullif(value_b_loss, 0)) AS ratios FROM differing_backward_passes "
         "WHERE only_in IS NULL AND key_kind = 'backward' GROUP BY ALL), "
-        "powers AS (SELECT rank, step, 2.0 ** round(log2(factor)) AS factor FROM losses WHERE factor > 0 "
-        "AND abs(factor / 2.0 ** round(log2(factor)) - 1) < 0.1 AND round(log2(factor)) <> 0), "
+        "rounded AS (SELECT *, CASE WHEN list_min(ratios) > 0 THEN 2.0 ** round(log2(list_median(ratios))) END "
+        "AS factor FROM losses), "
+        "powers AS (SELECT rank, step, factor, list_max([abs(r / factor - 1) FOR r IN ratios]) < "
+        f"{_EXACTLY} AS is_exact FROM rounded "
+        "WHERE factor <> 1 AND list_max([abs(r / factor - 1) FOR r IN ratios]) < 0.1), "
+        f"from_first AS ({_FROM_FIRST}), after_skip AS ({_AFTER_SKIP}), "
         f"points AS (SELECT rank, step, median({ratio}) FILTER (key_point = 'local' AND {finite}) AS local, "
         f"coalesce(bool_or(key_point = 'local' AND NOT {finite}), false) AS is_spoilt, "
         f"coalesce(median({ratio}) FILTER (key_point = 'final'), 1) AS final "
         "FROM differing_gradients WHERE only_in IS NULL GROUP BY ALL) "
         "SELECT rank, step, factor FROM powers JOIN points USING (rank, step) "
+        "LEFT JOIN from_first USING (rank) LEFT JOIN after_skip USING (rank) "
+        f"WHERE (is_scaled OR skipped <= step OR (is_exact AND abs(local / factor - 1) < {_EXACTLY})) "
         # Where a fault left no finite gradient nothing tells, but that losses are no powers of two by themselves.
-        "WHERE coalesce(local = 0 OR abs(local / factor / nullif(final, 0) - 1) < 0.2, is_spoilt)"
+        "AND coalesce(local = 0 OR abs(local / factor / nullif(final, 0) - 1) < 0.2, is_spoilt)"
     )
     found = connection.execute(
         "SELECT factor, min(step), count(DISTINCT step) FROM scaling GROUP BY ALL ORDER BY 2"
@@ -181,8 +211,11 @@ def _in_compiled() -> str:
     )
 
 
-def aside_sentence(found: Sequence[SetAside]) -> str:
-    """What was set aside, in one sentence: how many of which Nodes and calls on which side. Empty for none."""
+def aside_sentence(found: Sequence[SetAside], *, sees_optimizer: bool = True) -> str:
+    """What was set aside, in one sentence: how many of which Nodes and calls on which side. Empty for none.
+
+    `sees_optimizer`: both sides recorded the gradients that the optimizer saw.
+    """
     said = []
     for kind, one in (("node", "Node"), ("call", "module call")):
         for side in SIDES:
@@ -192,8 +225,9 @@ def aside_sentence(found: Sequence[SetAside]) -> str:
                 more = ", ..." if len(mine) > 3 else ""
                 count = sum(a.count for a in mine)
                 said.append(f"{counted(count, one)} in the {side} ({named}{more})")
-    parts = [f"On one side alone, without effect on what the optimizer saw: {'; '.join(said)}."]
-    return (parts[0] if said else "") + (
+    effect = ", without effect on what the optimizer saw" if sees_optimizer else " and set aside"
+    alone = f"On one side alone{effect}: {'; '.join(said)}."
+    return (alone if said else "") + (
         f"{' ' * bool(said)}The optimizer computes its update with another kernel (fused, foreach)."
         if any(a.kind == "optimizer kernel" for a in found)
         else ""
@@ -201,10 +235,11 @@ def aside_sentence(found: Sequence[SetAside]) -> str:
 
 
 def scaled_sentence(found: Sequence[LossScale]) -> str:
-    """That a loss scale was divided out, by what and from which step on. `found` holds at least one."""
-    first = found[0]
+    """That loss scales were divided out, by what and from which step on each. `found` holds at least one."""
+    first, *others = found
+    then = "".join(f", {o.factor:g} times from step {o.first_step} on" for o in others)
     return (
         f"The candidate's loss and gradients are {first.factor:g} times the baseline's until they are "
         "unscaled, from step "
-        f"{first.first_step} on (a loss scale): they were compared, and are shown, divided by it."
+        f"{first.first_step} on{then} (a loss scale): they were compared, and are shown, divided by it."
     )

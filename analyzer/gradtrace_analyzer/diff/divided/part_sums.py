@@ -44,7 +44,8 @@ from gradtrace_analyzer.words.numbers import counts_phrase
 
 @dataclass(frozen=True)
 class PartSums:
-    """What comparing the sums gave: the differences of the first step that has one beyond tolerance."""
+    """What comparing the sums gave: the differences of the first step that has one beyond tolerance, and the `largest`
+    error of the steps before."""
 
     divisions: tuple[Division, Division]
     step: int | None
@@ -63,8 +64,15 @@ class PartSums:
         return (
             f"The work is divided otherwise: {a.words()} in the baseline, {b.words()} in the candidate. "
             "Sums over ranks "
-            f"and microbatches were compared: {counts}; the largest relative error is {self.largest:.1e}.{scaled}"
+            f"and microbatches were compared: {counts}{self._largest()}.{scaled}"
         )
+
+    def _largest(self) -> str:
+        """The largest error, where it is not that of the difference itself."""
+        if self.step is None:
+            return f"; the largest relative error is {self.largest:.1e}"
+        before = f"; in the steps before, the largest relative error is {self.largest:.1e}"
+        return before if self.largest else ""
 
 
 class PartSumComparison:

@@ -48,11 +48,11 @@ def equal_in_step(
     cover: Cover,
     modules: Collection[tuple[int, str]],
     roots: Mapping[int, str],
-    points: Collection[str],
+    recorded: Collection[str],
 ) -> dict[str, tuple[str, ...]]:
     """What has no row that differs: ranks, links on all ranks, and modules with all that is in them on all ranks.
 
-    `points` are those at which gradients were recorded in the step.
+    `recorded` are the links of which both sides hold values in the step.
     """
     apart = {d.link for d in differences}
     links = {
@@ -60,16 +60,17 @@ def equal_in_step(
         for table in LINK_TABLES
         if cover.rows.get(table.table)
         for point in _points(table.table)
-        if table.table != "gradients" or point in points
-    }
+    } & set(recorded)
     touched = {place for d in differences for place in _modules_of(d)}
-    untouched = {place for place in modules if place not in touched}
+    # Of a module without values nothing is known.
+    seen = modules if "forward" in recorded else ()
+    untouched = {place for place in seen if place not in touched}
     outermost = [
         (root, fqn)
         for root, fqn in sorted(untouched)
         if not any((root, around) in untouched for around in enclosing(fqn)[1:])
     ]
-    ranks = sorted(set(cover.ranks) - {d.rank for d in differences})
+    ranks = sorted(set(cover.ranks) - {d.rank for d in differences}) if links else []
     return {
         "ranks": tuple(spans(ranks).split(",")) if ranks else (),
         "links": tuple(

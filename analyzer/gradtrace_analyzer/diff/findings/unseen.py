@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from gradtrace_analyzer.diff.links import LINKS, LOCAL_LINKS
 from gradtrace_analyzer.diff.origin import Origin
@@ -21,15 +21,23 @@ _HELD_IN = (
 
 
 def unseen_before(
-    runs: Mapping[str, Run], cover: Cover, origin: Origin, common: Sequence[int]
+    runs: Mapping[str, Run],
+    cover: Cover,
+    origin: Origin,
+    common: Sequence[int],
+    recorded: Collection[str],
 ) -> list[str]:
-    """What lies before an origin and was not compared: no sentence may call it equal."""
-    before = LINKS.index(origin.link) if origin.link != "structure" else len(LINKS)
+    """What lies before an origin and was not compared: no sentence may call it equal. `recorded` are the links of
+    which both sides hold values in its step."""
+    before = LINKS.index(origin.link)
+    if origin.link == "structure" and not origin.code:
+        # Of what one side alone has rows of its own link tell too, and none that come later.
+        before = LINKS.index(origin.difference.link) + 1
     found = [
         what
         for link, table, what in _HELD_IN
         if LINKS.index(link) < before
-        and not (cover.rows.get(table) and cover.selection.wants_link(link))
+        and not (cover.rows.get(table) and cover.selection.wants_link(link) and link in recorded)
     ]
     chosen = [setting(run, "modules") for run in runs.values()]
     if any(chosen) or cover.selection.modules:

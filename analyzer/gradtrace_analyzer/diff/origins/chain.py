@@ -135,6 +135,9 @@ class RankChain:
         ]
         if not feeders and self._rank not in self._known.untouched:
             feeders = self._so_far("gradients")
+        if not feeders and self._rank in self._known.unseen_updates:
+            # Of what the optimizer saw nothing is known: it may come from anything before.
+            feeders = self._before()
         v = self._graph.add(d, feeders)
         self.waiting.append(v)
         return v

@@ -23,8 +23,8 @@ _WAYS = {
 class ChainRow:
     """One tensor (or number) that goes into or out of a row, by its norm on both sides.
 
-    `error` is 0 where both are equal bit for bit, None where there is no number for it. `is_origin` marks the
-    rows of the origin itself.
+    `error` is 0 where both sides recorded it and it is equal, None where there is no number for it. `is_origin` marks
+    the rows of the origin itself.
     """
 
     rank: int
@@ -49,8 +49,11 @@ def chain_rows(
     """The origin's rank in its step: so many rows before it and after it, in program order."""
     apart = {_place(d.table, d.key): d for d in differences if d.rank == origin.rank}
     rows: list[tuple[float, LinkTable, Mapping[str, Any]]] = []
+    others: dict[tuple[str, ...], Mapping[str, Any]] = {}
     for table in LINK_TABLES:
         rows += _rows(connection, table, origin)
+        of_candidate = _rows(connection, table, origin, "candidate")
+        others |= {_place(table.table, row): row for _, _, row in of_candidate}
     known = {_place(table.table, row) for _, table, row in rows}
     for d in apart.values():
         if _place(d.table, d.key) not in known:
@@ -65,13 +68,23 @@ def chain_rows(
         rows[max(0, at - before) : at + after + 1], max(0, at - before)
     ):
         differing = apart.get(_place(table.table, row))
-        found += list(_chain_rows(origin.rank, table, row, differing, n == found_at))
+        found += list(
+            _chain_rows(
+                origin.rank, table, row, differing, n == found_at, _twin(others, table, row)
+            )
+        )
     return found
 
 
 def _chain_rows(
-    rank: int, table: LinkTable, row: Mapping[str, Any], d: Difference | None, is_origin: bool
+    rank: int,
+    table: LinkTable,
+    row: Mapping[str, Any],
+    d: Difference | None,
+    is_origin: bool,
+    twin: Mapping[str, Any],
 ) -> Iterator[ChainRow]:
+    """`twin` is the candidate's row, empty where it has none: what one side alone recorded is not equal."""
     link = link_of(table.table, row.get("point"))
     key = {name: row.get(name) for name in table.key}
     only_in = None if d is None else d.only_in
@@ -83,7 +96,10 @@ def _chain_rows(
             continue
         way = ways[0] if role == "reads" else ways[1]
         if change is None:
-            yield ChainRow(rank, link, key, way, norm, norm, 0.0, None, is_origin)
+            # Equal by their fingerprints: norms may have been added up otherwise.
+            has_twin = twin.get(f"{prefix}norm") is not None
+            other, error = (norm, 0.0) if has_twin else (None, None)
+            yield ChainRow(rank, link, key, way, norm, other, error, None, is_origin)
             continue
         a = None if change.baseline is None else change.baseline["norm"]
         b = None if change.candidate is None else change.candidate["norm"]
@@ -91,24 +107,34 @@ def _chain_rows(
         if (a, b) != (None, None):
             yield ChainRow(rank, link, key, way, a, b, error, change.tolerance, is_origin, only_in)
     if "loss" in table.values and row.get("loss") is not None:
-        a, b = (row["loss"], row["loss"]) if d is None else d.values.get("loss", (row["loss"],) * 2)
+        same = (row["loss"], twin.get("loss"))
+        a, b = same if d is None else d.values.get("loss", same)
         size = max(abs(a or 0.0), abs(b or 0.0))
         error = None if a is None or b is None else abs(a - b) / size if size else 0.0
         yield ChainRow(rank, link, key, "is", a, b, error, None, is_origin, only_in)
 
 
 def _rows(
-    connection: duckdb.DuckDBPyConnection, table: LinkTable, origin: Difference
+    connection: duckdb.DuckDBPyConnection,
+    table: LinkTable,
+    origin: Difference,
+    side: str = "baseline",
 ) -> Iterator[tuple[float, LinkTable, Mapping[str, Any]]]:
     norms = [f"{prefix}norm" for _, prefix in table.sides]
     columns = [*table.key, *norms, *(["loss"] if "loss" in table.values else [])]
     found = connection.execute(
-        f"SELECT record_index - (SELECT first FROM step_start s WHERE s.side = 'baseline' "
+        f"SELECT record_index - (SELECT first FROM step_start s WHERE s.side = '{side}' "
         f"AND s.rank = {origin.rank} AND s.step = {origin.step}), {', '.join(columns)} "
-        f"FROM baseline.{table.table} WHERE rank = {origin.rank} AND step = {origin.step} AND {table.only}"
+        f"FROM {side}.{table.table} WHERE rank = {origin.rank} AND step = {origin.step} AND {table.only}"
     ).fetchall()
     for order, *values in found:
-        yield float(order), table, dict(zip(columns, values, strict=True))
+        yield float(order or 0), table, dict(zip(columns, values, strict=True))
+
+
+def _twin(
+    others: Mapping[tuple[str, ...], Mapping[str, Any]], table: LinkTable, row: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    return others.get(_place(table.table, row), {})
 
 
 def _place(table: str, key: Mapping[str, Any]) -> tuple[str, ...]:

@@ -18,9 +18,10 @@ class StepFacts:
     """`disturbed` are the ranks whose generators stood elsewhere when the step began or when the next one did.
 
     `pass_kinds` is the kind of each (rank, backward_index); `accumulated` the (rank, root, parameter) whose
-    AccumulateGrad Node was recorded, `bucketed` those that a recorded bucket reduced; `untouched` the ranks
-    where the optimizer made the same of some parameter's equal gradient; `random` the (root, module) that draw,
-    `collective` those that talk to other ranks; `together` the ranks of each group that shares a module.
+    AccumulateGrad Node was recorded, `bucketed` those that a recorded bucket reduced; `untouched` the ranks where the
+    optimizer made the same of some parameter's equal gradient, `unseen_updates` those of which one side did not record
+    what the optimizer saw; `random` the (root, module) that draw, `collective` those that talk to other ranks;
+    `together` the ranks of each group that shares a module.
     `is_whole` is False where some rank was not compared; `is_filtered` is True where modules or links were left
     out: of what comes after a difference nothing is then known to be independent of it.
     """
@@ -30,6 +31,7 @@ class StepFacts:
     accumulated: Collection[RankParameter] = ()
     bucketed: Collection[RankParameter] = ()
     untouched: Collection[int] = ()
+    unseen_updates: Collection[int] = ()
     random: Collection[tuple[int, str]] = ()
     collective: Collection[tuple[int, str]] = ()
     together: Sequence[Collection[int]] = ()
@@ -63,6 +65,13 @@ def step_facts(
     seen = named(
         "SELECT rank, root, parameter_fqn FROM baseline.gradients WHERE step = ? AND point = 'final'"
     )
+    seen_too = {
+        rank
+        for (rank,) in connection.execute(
+            "SELECT DISTINCT rank FROM candidate.gradients WHERE step = ? AND point = 'final'",
+            [step],
+        ).fetchall()
+    }
     groups = connection.execute(
         "SELECT DISTINCT ranks FROM baseline.groups WHERE role NOT IN ('dp', 'pp')"
     ).fetchall()
@@ -80,6 +89,7 @@ def step_facts(
             "SELECT DISTINCT rank, root, unnest(parameter_fqns) FROM baseline.buckets WHERE step = ?"
         ),
         untouched={rank for rank, _, _ in seen - apart},
+        unseen_updates=set(ranks) - ({rank for rank, _, _ in seen} & seen_too),
         random={(root, fqn) for root, fqn, name in classes if "dropout" in name},
         collective={(root, fqn) for root, fqn, name in classes if "syncbatchnorm" in name},
         together=[json.loads(ranks) for (ranks,) in groups],

@@ -59,25 +59,16 @@ class StepReader:
         )
 
     def modules(self) -> set[tuple[int, str]]:
-        """The (root, module) that any rank called, among those compared."""
-        return {
-            (root, fqn)
-            for side, root, fqn, _, is_common in self._called
-            if side == "baseline" and is_common and self._cover.selection.wants_module(fqn)
-        }
-
-    def gradient_points(self) -> set[str]:
-        """Where in the step both sides recorded gradients: `local`, `reduced`, `final`."""
-        points = [
+        """The (root, module) that any rank of both sides called, among those compared."""
+        called = [
             {
-                point
-                for (point,) in self._connection.execute(
-                    f"SELECT DISTINCT point FROM {side}.gradients WHERE step = {self.step}"
-                ).fetchall()
+                (root, fqn)
+                for of_side, root, fqn, _, is_common in self._called
+                if of_side == side and is_common and self._cover.selection.wants_module(fqn)
             }
             for side in SIDES
         ]
-        return points[0] & points[1]
+        return called[0] & called[1]
 
     def roots(self) -> dict[int, str]:
         """The class of each root module that was called."""

@@ -9,9 +9,11 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.diff.links import TABLE_NAMES
+from gradtrace_analyzer.diff.scope.recorded import Recorded
 from gradtrace_analyzer.diff.scope.selection import Selection
 from gradtrace_analyzer.diff.scope.stages import Stages
 from gradtrace_analyzer.diff.scope.step_alignment import StepAlignment
+from gradtrace_analyzer.failures.crashes import Crash, crashes_sentence
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import Counts, attempt_counts
 from gradtrace_analyzer.words.nouns import other_side
@@ -21,6 +23,9 @@ from gradtrace_analyzer.words.numbers import noun, ranks_phrase, spans
 @dataclass(frozen=True)
 class Cover:
     """What was compared, and what was not. `flights` are the steps that each side which is a flight recording has.
+
+    `crashes` are the ranks of each side that were stopped before their end, `without_values` the tables whose rows pair
+    by name alone. `has_fingerprints`: what agrees does so bit for bit.
 
     Where there are `stages`, what are called ranks here are the stages of a pipeline, which the sides have on ranks of
     their own; it gives the candidate's.
@@ -43,11 +48,28 @@ class Cover:
     world_size: int = 1
     selection: Selection = field(default_factory=Selection)
     alignment: StepAlignment | None = None
+    crashes: Mapping[str, tuple[Crash, ...]] = field(default_factory=dict)
+    without_values: tuple[str, ...] = ()
 
     @property
     def step_offset(self) -> int:
         """How much higher the candidate's steps are numbered here than by itself."""
         return 0 if self.alignment is None else self.alignment.offset
+
+    @property
+    def crashed(self) -> tuple[str, ...]:
+        """The sides of which ranks were stopped before their end."""
+        return tuple(side for side, found in self.crashes.items() if found)
+
+    @property
+    def raised(self) -> tuple[str, ...]:
+        """Those of them where it is told what stopped a rank: an exception, or an exit."""
+        return tuple(s for s in self.crashed if any(c.is_told for c in self.crashes[s]))
+
+    @property
+    def crashed_alike(self) -> bool:
+        """Whether the same ranks of both sides were stopped by the same in the same step."""
+        return len(self.crashed) == 2 and len(set(self.crashes.values())) == 1
 
     @property
     def by_stage(self) -> bool:
@@ -71,7 +93,7 @@ class Cover:
         """Whether both sides recorded the same ranks, nothing of it is lost, and no rank stopped before others
         or was cut off. (A run that was asked to make fewer steps is whole.)"""
         uneven = len({self.steps.get(rank, ()) for rank in self.ranks}) > 1
-        cut_short = uneven or any(self.incomplete_ranks.values())
+        cut_short = uneven or any(self.incomplete_ranks.values()) or bool(self.crashed)
         return not (
             any(self.missing_ranks.values())
             or any(self.unread.values())
@@ -104,6 +126,14 @@ def lacking_words(cover: Cover) -> str:
     return f"{' and '.join(lacking)}, of which nothing can be said"
 
 
+def crash_words(cover: Cover, side: str) -> str:
+    """That one side alone crashed, as the reason of an answer that cannot be given."""
+    return (
+        f"the {side} crashed ({crashes_sentence(cover.crashes[side])}) and the {other_side(side)} did not, "
+        "so what would have come after cannot be compared"
+    )
+
+
 def cover_of(
     runs: Mapping[str, Run],
     ranks: Sequence[int],
@@ -113,6 +143,8 @@ def cover_of(
     stages: Stages | None = None,
     chosen: Selection | None = None,
     alignment: StepAlignment | None = None,
+    crashed: Mapping[str, tuple[Crash, ...]] | None = None,
+    recorded: Recorded | None = None,
 ) -> Cover:
     """The cover of a comparison of these ranks.
 
@@ -148,7 +180,7 @@ def cover_of(
             side: tuple(place for place in places if wanted.wants_rank(place[1]))
             for side, places in unread.items()
         },
-        problems={side: tuple(problems_of(run)) for side, run in runs.items()},
+        problems={side: tuple(problems_of(run, wanted)) for side, run in runs.items()},
         flights={
             side: tuple(sorted({*all_steps(steps["both"]), *all_steps(steps[side])}))
             for side, run in runs.items()
@@ -158,7 +190,17 @@ def cover_of(
         world_size=max((run.world_size or 1 for run in runs.values()), default=1),
         selection=wanted,
         alignment=alignment,
-        has_fingerprints=all(setting(run, "summary") in ("full", None) for run in runs.values()),
+        has_fingerprints=all(setting(run, "summary") in ("full", None) for run in runs.values())
+        and (recorded is None or recorded.bit_for_bit()),
+        crashes={
+            side: tuple(one for one in of_side if wanted.wants_rank(one.rank))
+            for side, of_side in (crashed or {}).items()
+        },
+        without_values=tuple(
+            table
+            for table in (recorded.without_values() if recorded is not None else ())
+            if rows.get(table)
+        ),
     )
 
 
@@ -174,9 +216,11 @@ def all_steps(by_rank: Mapping[int, Sequence[int]]) -> list[int]:
 
 def setting(run: Run, name: str) -> Any:
     """A setting of the recorder, from the first rank that wrote its settings down; None where none did, or lacks it."""
-    for info in run.ranks.values():
-        return (info.facts.get("settings") or {}).get(name)
-    return None
+    return _settings(run).get(name)
+
+
+def _settings(run: Run) -> Mapping[str, Any]:
+    return next((s for info in run.ranks.values() if (s := info.facts.get("settings"))), {})
 
 
 def asked_differently(runs: Mapping[str, Run]) -> bool:
@@ -187,11 +231,13 @@ def asked_differently(runs: Mapping[str, Run]) -> bool:
     )
 
 
-def problems_of(run: Run) -> list[str]:
-    """What the recorder itself says went wrong, on any rank."""
+def problems_of(run: Run, chosen: Selection | None = None) -> list[str]:
+    """What the recorder itself says went wrong, on any rank, or on those that were asked for."""
+    wanted = chosen or Selection()
     return [
         f"rank {rank}: {text}"
         for rank, info in run.ranks.items()
+        if wanted.wants_rank(rank)
         for text in info.facts.get("problems") or ()
     ]
 
@@ -239,12 +285,17 @@ def lost_rows(run: Run, counts: Counts) -> list[tuple[str, int]]:
 
 
 def _common_rank_filter(runs: Mapping[str, Run]) -> bool:
-    """Whether both sides were asked for the same ranks only: the others are missed by nobody."""
+    """Whether both sides were asked for the same ranks only: the others are missed by nobody. A rank that died before
+    it wrote its settings down says nothing of them."""
     asked = [
-        {str(info.facts.get("settings", {}).get("ranks")) for info in run.ranks.values()}
+        {
+            str(settings.get("ranks"))
+            for info in run.ranks.values()
+            if (settings := info.facts.get("settings"))
+        }
         for run in runs.values()
     ]
-    return asked[0] == asked[1] and asked[0] not in ({"[]"}, set())
+    return asked[0] == asked[1] and not asked[0] & {"[]", "None"} and bool(asked[0])
 
 
 def _counts(run: Run, name: str) -> dict[str, int]:
@@ -257,7 +308,4 @@ def _counts(run: Run, name: str) -> dict[str, int]:
 
 
 def _filters(run: Run) -> dict[str, Any]:
-    for info in run.ranks.values():
-        settings = info.facts.get("settings") or {}
-        return {k: v for k, v in settings.items() if k in ("steps", "ranks", "modules") and v}
-    return {}
+    return {k: v for k, v in _settings(run).items() if k in ("steps", "ranks", "modules") and v}

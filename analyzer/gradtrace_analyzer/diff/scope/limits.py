@@ -25,7 +25,7 @@ def nothing_to_compare(
     a, b = runs["baseline"], runs["candidate"]
     if not ranks:
         asked = cover.selection.listed_ranks
-        which = f"{held(asked)} was not" if asked else "no rank was"
+        which = f"{held(asked)} {verb(asked, 'was', 'were')} not" if asked else "no rank was"
         return f"{which} recorded on both sides: {held(a.ranks)} against {held(b.ranks)}"
     if not steps["both"]:
         if cover.selection.step is not None:

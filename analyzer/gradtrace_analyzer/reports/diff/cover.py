@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradtrace_analyzer.diff.scope.cover import Cover
+from gradtrace_analyzer.failures.crashes import crashes_sentence
 from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_analyzer.words.numbers import (
     counts_phrase,
@@ -31,9 +32,49 @@ def compared(cover: Cover) -> str:
     return f"{extent(cover)}; {rows}" if cover.steps and rows else "nothing"
 
 
+# What a person asks first of a table's rows, where nothing differs by more than rounding.
+_VALUES = (
+    ("output", "module_calls"),
+    ("loss", "backward_passes"),
+    ("gradient", "node_events"),
+    ("gradient", "gradients"),
+)
+
+
+def nothing_more(cover: Cover) -> str:
+    """`no output, loss or gradient`, of these only what was compared; `nothing` where none was."""
+    found = dict.fromkeys(
+        what
+        for what, table in _VALUES
+        if cover.rows.get(table) and table not in cover.without_values
+    )
+    *most, last = found or ("",)
+    if not last:
+        return "nothing"
+    return f"no {', '.join(most)}{' or ' * bool(most)}{last}"
+
+
+def crashes_told(cover: Cover) -> str:
+    """That ranks of a side, or of both, were stopped before their end, and by what; nothing where none was."""
+    if not cover.crashed:
+        return ""
+    if cover.crashed_alike:
+        how = "crashed" if cover.raised else "were cut off"
+        return f"Both {how}: {crashes_sentence(cover.crashes[cover.crashed[0]])}."
+    return " ".join(
+        f"The {side} {'crashed' if side in cover.raised else 'was cut off'}: "
+        f"{crashes_sentence(cover.crashes[side])}."
+        for side in cover.crashed
+    )
+
+
 def lacking(cover: Cover) -> str:
     """What was not compared, as a sentence to follow others; nothing where there is no such thing."""
     said = list(_lacking_steps(cover))
+    if cover.without_values:
+        said.append(
+            f"values of {', '.join(cover.without_values)}, which were not recorded on both sides"
+        )
     if not cover.selection.is_all:
         said.append(f"anything but what was asked for ({cover.selection.phrase})")
     return f" Not compared: {'; '.join(said)}." if said else ""
@@ -55,6 +96,9 @@ def caveats(cover: Cover, *, are_summed: bool = False) -> Iterator[str]:
         yield f"Compared only, as asked: {cover.selection.phrase}."
     for steps_lacking in _lacking_steps(cover):
         yield f"Not compared: {steps_lacking}."
+    if cover.without_values:
+        tables = ", ".join(cover.without_values)
+        yield f"Not compared: values of {tables}, which were not recorded on both sides; their rows were, by name."
     for side, steps in cover.flights.items():
         yield f"The {side} is a flight recording: it holds {steps_phrase(steps)} only."
     for side in SIDES:

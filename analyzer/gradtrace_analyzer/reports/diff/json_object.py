@@ -167,4 +167,9 @@ def _cover_object(cover: Cover) -> dict[str, Any]:
         **({} if cover.alignment is None else {"step_alignment": asdict(cover.alignment)}),
         "flights": {s: list(steps) for s, steps in cover.flights.items()},
         "filters": {s: dict(r) for s, r in cover.filters.items()},
+        "crashes": {
+            s: [{"rank": c.rank, "step": c.step, "ended": c.ended} for c in found]
+            for s, found in cover.crashes.items()
+        },
+        "without_values": list(cover.without_values),
     }

@@ -11,6 +11,16 @@ from gradtrace_analyzer.diff.findings.rerun_nodes import RerunNode
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.tolerances.noise import SCATTER
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
+from gradtrace_analyzer.reports.diff.grounds import (
+    gradient_of_one,
+    if_known,
+    in_microbatch,
+    nodes_equal,
+    output_sentence,
+    unless_known,
+    unread,
+    update_grounds,
+)
 from gradtrace_analyzer.reports.diff.places import (
     and_others,
     bucket_of,
@@ -23,7 +33,7 @@ from gradtrace_analyzer.reports.diff.places import (
     size_phrase,
 )
 from gradtrace_analyzer.reports.diff.structure import code_sentence
-from gradtrace_analyzer.words.nouns import module_phrase, other_side
+from gradtrace_analyzer.words.nouns import module_phrase
 from gradtrace_analyzer.words.numbers import and_more, noun, number, ranks_phrase
 
 
@@ -31,7 +41,7 @@ def unseen_sentence(origin: Origin, answer: Answer) -> str:
     """The first recorded difference, where what lies in front of it was not recorded or not compared."""
     if origin.code:
         return origin_sentence(origin)
-    verb = (
+    differs = (
         f"is in the {origin.difference.only_in} alone"
         if origin.difference.only_in
         else size_phrase(origin)
@@ -39,7 +49,7 @@ def unseen_sentence(origin: Origin, answer: Answer) -> str:
     alone = len(answer.unseen) == 1 and answer.unseen[0].startswith(("rank ", "step "))
     were = "was" if alone else "were"
     return (
-        f"Step {origin.step}, {ranks_phrase(origin.ranks)}: {row_name(origin)}{and_others(origin)} {verb}. "
+        f"Step {origin.step}, {ranks_phrase(origin.ranks)}: {row_name(origin)}{and_others(origin)} {differs}. "
         f"It is the first difference among what was compared; what came before may be its cause, since "
         f"{', '.join(answer.unseen)} {were} not compared."
     )
@@ -59,23 +69,22 @@ def origin_sentence(origin: Origin) -> str:
         a, b = (said.get(v, v) for v in d.values["kind"])
         return (
             f"{where}backward pass {d.key['backward_index']} is {b} in the candidate and {a} in the "
-            "baseline; all before it is equal."
+            "baseline; all that was recorded before it is equal."
         )
     if origin.link == "structure" and d.table == "gradients" and d.key["point"] == "final":
-        other = other_side(str(d.only_in))
-        return (
-            f"{where}the optimizer saw no gradient of {parameter_of(origin)} in the {other}: it had none when the "
-            "optimizer stepped, or is in no group of it. All before it is equal."
-        )
+        return where + gradient_of_one(origin)
     if origin.link == "structure":
-        return f"{where}{row_name(origin)} is in the {d.only_in} alone; all before it is equal."
+        lone = f"{where}{row_name(origin)} is in the {d.only_in} alone"
+        return f"{lone}; all that was recorded before it is equal."
     if "requires_grad" in d.values:
         return where + _frozen(origin)
     if origin.link == "parameters":
-        what = "changed since the step before" if origin.step else "differs from the start"
+        since = if_known(origin, "left", "changed since the step before: it ")
+        what = since if origin.step else "differs from the start: it "
+        unknown = "; what the step before left was not recorded on both sides" if not what else ""
         return (
-            f"{where}{parameter_of(origin)}{and_others(origin)} {what}: it {size} "
-            "before the step's first forward."
+            f"{where}{parameter_of(origin)}{and_others(origin)} {what}{size} "
+            f"before the step's first forward{unknown}."
         )
     if origin.link == "inputs":
         return f"{where}the input {d.key['name']!r}{and_others(origin)} {size}."
@@ -86,16 +95,15 @@ def origin_sentence(origin: Origin) -> str:
             f"{'receives' if origin.between else 'returns'} {size}."
         )
     if origin.link == "forward" and origin.between:
+        equal = if_known(
+            origin, "outputs", ", although the outputs of all modules before it are equal"
+        )
         return (
-            f"{where}what {module_of(origin, d.key['module_fqn'])} receives {size}, although the outputs of all "
-            f"modules before it are equal: the code of {module} in front of it is where they part."
+            f"{where}what {module_of(origin, d.key['module_fqn'])} receives{in_microbatch(origin)} {size}{equal}: "
+            f"the code of {module} in front of it is where they part."
         )
     if origin.link == "forward":
-        again = ", recomputed in the backward pass," if d.key.get("phase") == "recompute" else ""
-        return (
-            f"{where}the output of {module}{again} {size}, although its inputs are equal, and its "
-            "parameters were when the step began."
-        )
+        return where + output_sentence(origin, module, size)
     if origin.link == "loss":
         a, b = d.values.get("loss", (None, None))
         scaled = ""
@@ -104,10 +112,15 @@ def origin_sentence(origin: Origin) -> str:
                 f" and the gradient that leaves it is {origin.factor:.4g} times the baseline's,"
             )
         aside = " that it depends on" if origin.aside is not None else ""
+        loss = f"{where}the loss is {number(b)} instead of {number(a)}{',' * bool(scaled)}{scaled.rstrip(',')}"
+        if "outputs" not in origin.rests_on:
+            return (
+                f"{loss}: what modules gave was not recorded on both sides, so the code between the model and "
+                f"backward() or what came before is where they part.{_aside(origin)}{_rescaled(origin)}"
+            )
         return (
-            f"{where}the loss is {number(b)} instead of {number(a)},{scaled} although the outputs of all "
-            f"modules{aside} are equal: the code between the model and backward() is where they "
-            f"part.{_aside(origin)}{_rescaled(origin)}"
+            f"{loss}, although the outputs of all modules{aside} are equal: the code between the model and "
+            f"backward() is where they part.{_aside(origin)}{_rescaled(origin)}"
         )
     if origin.link == "backward" and origin.gradient_counts is not None:
         a, b = origin.gradient_counts
@@ -119,22 +132,26 @@ def origin_sentence(origin: Origin) -> str:
             f"{in_pass}: {'the pass' if in_pass else 'a pass'} asks for other gradients, or the graph is another."
         )
     if origin.link == "backward" and origin.between:
+        equal = if_known(
+            origin, "nodes", ", although all Nodes that ran before gave equal gradients"
+        )
         return (
-            f"{where}the gradient arriving at {node_phrase(origin)} {size}, although all Nodes "
-            "that ran before gave equal gradients: a tensor hook, the gradient given to backward(), or "
-            f"code outside any Node changed it.{_aside(origin)}{_rescaled(origin)}"
+            f"{where}the gradient arriving at {node_phrase(origin)} {size}{equal}: a tensor hook, the gradient given "
+            f"to backward(), or code outside any Node changed it.{_aside(origin)}{_rescaled(origin)}"
         )
     if origin.link == "backward" and origin.positions:
         which = ", ".join(map(str, origin.positions))
         return (
             f"{where}{noun(len(origin.positions), 'gradient')} {which} of the {origin.position_count} that leave "
-            f"{node_phrase(origin)} {size}{_again(origin)}, although the others, and everything "
-            f"recorded that it reads, are equal{_rounding(origin)}.{_why(origin)}"
+            f"{node_phrase(origin)} {size}{_again(origin)}, although the others"
+            f"{if_known(origin, 'reads', ', and everything recorded that it reads,')} are equal"
+            f"{_rounding(origin)}.{_why(origin)}"
         )
     if origin.link == "backward":
         return (
-            f"{where}the gradient leaving {node_phrase(origin)} {size}{_again(origin)}, although everything "
-            f"recorded that it reads is equal{_rounding(origin)}.{_why(origin)}"
+            f"{where}the gradient leaving {node_phrase(origin)} {size}{_again(origin)}"
+            f"{if_known(origin, 'reads', ', although everything recorded that it reads is equal')}"
+            f"{_rounding(origin)}.{unread(origin)}{_why(origin)}"
         )
     if origin.link == "carried_gradient" and d.only_in is not None:
         return (
@@ -150,28 +167,28 @@ def origin_sentence(origin: Origin) -> str:
         return where + _handed_sentence(origin)
     if origin.link == "local_gradient" and origin.place is not None:
         return (
-            f"{where}the gradient accumulated for {origin.parameter_fqn} {size}, although the gradients that the "
-            "Nodes gave are equal: something changed .grad since the microbatch before, or what "
-            "came was not added as it is."
+            f"{where}the gradient accumulated for {origin.parameter_fqn} {size}{nodes_equal(origin)}: something "
+            "changed .grad since the microbatch before, or what came was not added as it is."
         )
     if origin.link == "local_gradient" and d.key["backward_index"]:
         index = d.key["backward_index"]
         return (
             f"{where}the gradient accumulated for {parameter_of(origin)}{and_others(origin)} in backward pass "
-            f"{index} {size}, although the gradients that the Nodes gave are equal: .grad was changed or cleared "
+            f"{index} {size}{nodes_equal(origin)}: .grad was changed or cleared "
             f"between passes {index - 1} and {index}, or a hook on the parameter changed what came."
         )
     if origin.link == "local_gradient":
         return (
-            f"{where}the gradient accumulated for {parameter_of(origin)} {size}, although the gradients "
-            "that the Nodes gave are equal: a hook on the parameter changed it."
+            f"{where}the gradient accumulated for {parameter_of(origin)} {size}{nodes_equal(origin)}: a hook on the "
+            "parameter changed it."
         )
     if origin.link == "bucket":
         return where + _bucket_sentence(origin)
     if origin.link == "reduced_gradient":
         return (
-            f"{where}the reduced gradient of {parameter_of(origin)}{and_others(origin)} {size}, "
-            "although the local gradients are equal on all ranks: the reduction is where they part."
+            f"{where}the reduced gradient of {parameter_of(origin)}{and_others(origin)} {size}"
+            f"{if_known(origin, 'local', ', although the local gradients are equal on all ranks')}: the reduction"
+            f"{unless_known(origin, 'local', ', or what went into it,')} is where they part."
         )
     if origin.link == "clip" and origin.change is not None and origin.change.shown_by == "sums":
         return (
@@ -182,15 +199,16 @@ def origin_sentence(origin: Origin) -> str:
     if origin.link == "clip":
         return (
             f"{where}the gradient of {parameter_of(origin)}{and_others(origin)} that the optimizer saw "
-            f"{size}, although it was equal after the backward pass: code between backward() and the "
+            f"{size}{if_known(origin, 'after backward', ', although it was equal after the backward pass')}: "
+            f"{unless_known(origin, 'after backward', 'the backward pass, or ')}code between backward() and the "
             "optimizer's step (clipping, unscaling) is where they part."
         )
     if d.table == "optimizer_groups":
         return f"{where}{place_of(origin)} {size_of(origin)}."
+    equal, unknown = update_grounds(origin)
     return (
-        f"{where}{parameter_of(origin)}{and_others(origin)} {size} after the optimizer's step, although "
-        "its gradient, its value before the forward and the optimizer's settings are equal: the optimizer, "
-        "its state, or code that changed it in between is where they part."
+        f"{where}{parameter_of(origin)}{and_others(origin)} {size} after the optimizer's step{equal}: {unknown}the "
+        "optimizer, its state, or code that changed it in between is where they part."
     )
 
 
@@ -204,16 +222,21 @@ def _handed_sentence(origin: Origin) -> str:
     what = "activations" if origin.difference.key["kind"] == "forward" else "gradient"
     if origin.link != "stage":
         made = f"what the stage makes for its neighbour (the {what})"
-        return f"{made} {size_phrase(origin)}, although what it received is equal."
+        return f"{made} {size_phrase(origin)}{if_known(origin, 'reads', ', although what it received is equal')}."
     rank, stage = origin.source or (None, None)
     sender = "its neighbour" if stage is None else f"stage {stage}"
     of_rank = "" if stage is None else f" (rank {rank})"
-    verb = size_phrase(origin)
+    differs = size_phrase(origin)
     if what == "activations":
-        verb = verb.replace("differs", "differ", 1).replace("(it is", "(they are", 1)
+        differs = differs.replace("differs", "differ", 1).replace("(it is", "(they are", 1)
+    if "sender" not in origin.rests_on:
+        return (
+            f"the {what} that it received from {sender}{of_rank} {differs}; what {sender} made was not recorded on "
+            "both sides."
+        )
     return (
-        f"the {what} that it received from {sender}{of_rank} {verb}, although {sender} made the same: the sending, the "
-        "way or the receiving is where they part."
+        f"the {what} that it received from {sender}{of_rank} {differs}, although {sender} made the same: the sending, "
+        "the way or the receiving is where they part."
     )
 
 
@@ -241,9 +264,10 @@ def _why(origin: Origin) -> str:
     if origin.rewritten is None:
         return _SAVED
     name = module_phrase(origin.rewritten, origin.root_name)
+    equal, _ = update_grounds(origin)
     return (
         f" {name} was changed after the forward and before the step's end, in place or through .data: it differs after "
-        "the optimizer although its gradient, its value before the forward and the optimizer's settings are equal."
+        f"the optimizer{equal.replace(', although', ' although', 1)}."
     )
 
 
@@ -313,19 +337,21 @@ def _bucket_sentence(origin: Origin) -> str:
         a, b = (said.get(v, f"is {v}") for v in d.values["ddp_sync"])
         return (
             f"backward pass {d.key['backward_index']} {b} in the candidate and {a} in the baseline; "
-            "all before it is equal."
+            "all that was recorded before it is equal."
         )
     if d.values:
         changed = [f"{name} is {b} instead of {a}" for name, (a, b) in d.values.items()]
         return f"{bucket_of(origin)} is reduced otherwise: {'; '.join(changed)}."
     if origin.between:
         return (
-            f"{bucket_of(origin)} {size} as it goes into its reduction, although the local gradients are "
-            "equal: something changed them, or what .grad held, in between."
+            f"{bucket_of(origin)} {size} as it goes into its reduction"
+            f"{if_known(origin, 'local', ', although the local gradients are equal')}: something changed them, or what "
+            ".grad held, in between."
         )
     return (
-        f"{bucket_of(origin)} {size} as it comes out of its reduction, although what every rank put in "
-        "is equal: the reduction is where they part."
+        f"{bucket_of(origin)} {size} as it comes out of its reduction"
+        f"{if_known(origin, 'reads', ', although what every rank put in is equal')}: the reduction"
+        f"{unless_known(origin, 'reads', ', or what was put into it,')} is where they part."
     )
 
 

@@ -44,8 +44,8 @@ def code_sentence(origin: Origin, size: str, place: str) -> str:
             "differs from there on follows."
         )
     return (
-        f"{said} What differs follows from it, first {place}, which {size}; nothing differs that reads what is equal, "
-        "so no other cause can be told."
+        f"{said} What differs follows from it, first {place}, which {size}; all that differs reads something that "
+        "differs already, so no other cause can be told."
     )
 
 

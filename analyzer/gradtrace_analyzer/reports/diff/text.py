@@ -11,7 +11,14 @@ from gradtrace_analyzer.diff.difference import LENGTHS, Change
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.tolerances.noise import SCATTER
 from gradtrace_analyzer.numerics.tolerance import STANDARD_ERROR
-from gradtrace_analyzer.reports.diff.cover import caveats, compared, extent, lacking
+from gradtrace_analyzer.reports.diff.cover import (
+    caveats,
+    compared,
+    crashes_told,
+    extent,
+    lacking,
+    nothing_more,
+)
 from gradtrace_analyzer.reports.diff.inheritance import (
     chain_lines,
     inheritance_lines,
@@ -39,16 +46,33 @@ from gradtrace_analyzer.words.nouns import upper_first
 from gradtrace_analyzer.words.numbers import ranks_phrase, stages_phrase, told_apart, verb
 
 
+def headline(answer: Answer) -> str:
+    """The verdict, and that runs which agree were not run to their end."""
+    cover = answer.cover
+    said = answer.verdict.replace("_", " ")
+    if answer.verdict not in ("identical", "within_tolerance") or not cover.crashed:
+        return said
+    how = "crashed" if cover.raised else "were cut off" if len(cover.crashed) > 1 else "was cut off"
+    if len(cover.crashed) > 1:
+        return f"{said} until they {how}"
+    return f"{said}, but the {cover.crashed[0]} {how}"
+
+
 def explanation(answer: Answer) -> str:
     """The answer in a sentence or a few, as a colleague would say it: verdict, origin, and what follows from it."""
-    return with_both_numbers(_explanation(answer), answer.cover)
+    said = _explanation(answer)
+    crashed = crashes_told(answer.cover) if answer.verdict != "different" else ""
+    if crashed and "crashed (" not in answer.reason:
+        said = f"{said} {crashed}" if answer.verdict == "incomparable" else f"{crashed} {said}"
+    return with_both_numbers(said, answer.cover)
 
 
 def _explanation(answer: Answer) -> str:
     cover = answer.cover
     if answer.verdict == "incomparable":
         said = f"Cannot tell: {answer.reason}."
-        if cover.steps and any(cover.rows.values()) and not cover.is_whole:
+        agrees = cover.steps and any(cover.rows.values()) and not answer.origins
+        if agrees and (cover.raised or not cover.is_whole):
             said += f" What can be compared is identical ({extent(cover)})."
         return said
     if answer.verdict == "identical":
@@ -74,15 +98,16 @@ def _explanation(answer: Answer) -> str:
         )
     if answer.verdict == "within_tolerance":
         origin = answer.origins[0]
+        nothing = nothing_more(cover)
         if origin.code:
             return (
-                f"The same within {_noise(answer)}, by other code: {code_phrase(origin.code)}; no output, loss or "
-                f"gradient that pairs differs by more than the tolerance.{lacking(cover)}"
+                f"The same within {_noise(answer)}, by other code: {code_phrase(origin.code)}; {nothing} that pairs "
+                f"differs by more than the tolerance.{lacking(cover)}"
             )
         return (
             f"The same within {_noise(answer)}: the first bits differ in step {origin.step}, "
-            f"{ranks_phrase(origin.ranks)}, at {place_of(origin)}, and no output, loss or "
-            f"gradient differs by more than the tolerance: {tolerance_words(answer)}.{lacking(cover)}"
+            f"{ranks_phrase(origin.ranks)}, at {place_of(origin)}, and {nothing} "
+            f"differs by more than the tolerance: {tolerance_words(answer)}.{lacking(cover)}"
         )
     if not answer.origins:
         return f"All values that pair are identical, but the models differ: {code_phrase(answer.structure)}."
@@ -155,7 +180,7 @@ def notes(answer: Answer) -> Iterator[str]:
 
 def lines(answer: Answer, names: tuple[str, str], top: int | None = None) -> Iterator[str]:
     """The answer for a terminal; its lists are no longer than `top`."""
-    yield f"{answer.verdict.replace('_', ' ')}: {names[0]} (baseline) and {names[1]} (candidate)"
+    yield f"{headline(answer)}: {names[0]} (baseline) and {names[1]} (candidate)"
     if answer.configuration:
         yield ""
         yield from configuration_lines(answer.configuration)

@@ -104,6 +104,29 @@ def test_scale_is_told_by_the_first_step_that_has_it() -> None:
     assert unscaled(a, b)[0] == [LossScale(64.0, 1, 2), LossScale(128.0, 3, 1)]
 
 
+def test_losses_that_drift_apart_are_no_scale() -> None:
+    """Of runs that have parted a loss may be about four times the other's, and clipping takes the gradients back."""
+    a: dict[str, list[Row]] = {}
+    b: dict[str, list[Row]] = {}
+    for step, factor in enumerate([1.0, 1.3, 3.9, 4.1]):
+        for whole, own in zip((a, b), scaled(factor, factor, step=step), strict=True):
+            for table, rows in own.items():
+                whole.setdefault(table, []).extend(rows)
+    assert unscaled(a, b)[0] == []
+    # A scaler that skipped a step is known to be one.
+    for side in (a, b):
+        side["steps"] = [{"step": step, "skipped": step == 1} for step in range(4)]
+    assert unscaled(a, b)[0] == [LossScale(4.0, 2, 2)]
+
+
+def test_each_scale_is_named_with_its_first_step() -> None:
+    said = scaled_sentence([LossScale(65536.0, 2, 5), LossScale(32768.0, 7, 1)])
+    assert (
+        "65536 times the baseline's until they are unscaled, from step 2 on, 32768 times from step 7 on"
+        in said
+    )
+
+
 def test_spoilt_gradients_hide_no_scale() -> None:
     """Where a fault left no finite gradient the loss alone tells."""
     a, b = scaled(1024.0, 1024.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -243,3 +244,6 @@ def test_what_was_compared_is_said_in_words() -> None:
         "pass a step in the candidate. Sums over ranks and microbatches were compared: 1,200 losses; the largest "
         "relative error is 2.0e-07."
     )
+    apart = replace(found, step=3)
+    assert "; in the steps before, the largest relative error is 2.0e-07." in apart.words()
+    assert "largest" not in replace(apart, largest=0.0).words()

@@ -9,6 +9,7 @@ import pytest
 
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.findings.annotations import equal_in_step, with_later_ranks, with_root
+from gradtrace_analyzer.diff.links import LINKS
 from gradtrace_analyzer.diff.origin import Origin, Reached
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.scope.selection import Selection
@@ -79,10 +80,16 @@ MODULES = {(0, ""), (0, "a"), (0, "a.b"), (0, "a.c"), (0, "d"), (0, "d.e")}
 
 
 def equal(*differences: Difference, of: Cover | None = None, **more: Any) -> dict[str, Any]:
-    known: dict[str, Any] = {"modules": MODULES, "roots": {0: "Net"}, "points": {"local", "final"}}
+    known: dict[str, Any] = {
+        "modules": MODULES,
+        "roots": {0: "Net"},
+        "recorded": set(LINKS) - {"reduced_gradient"},
+    }
     known |= more
     return dict(
-        equal_in_step(differences, of or cover(), known["modules"], known["roots"], known["points"])
+        equal_in_step(
+            differences, of or cover(), known["modules"], known["roots"], known["recorded"]
+        )
     )
 
 
@@ -115,7 +122,7 @@ def test_links_of_which_no_row_differs_are_equal_if_both_recorded_any() -> None:
     links = equal(call("a", 1), of=cover(rows=rows))["links"]
     assert links == ("parameters", "local_gradient", "clip", "optimizer")
     # Gradients are only those of the points at which both recorded some.
-    assert "reduced_gradient" in equal(points={"reduced"}, of=cover(rows=rows))["links"]
+    assert "reduced_gradient" in equal(recorded=LINKS, of=cover(rows=rows))["links"]
 
 
 def test_links_that_nobody_asked_for_are_not_called_equal() -> None:

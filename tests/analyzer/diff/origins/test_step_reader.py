@@ -65,10 +65,6 @@ def test_root_is_named_by_its_class_the_first_by_name_where_sides_differ(
     assert here.roots() == {0: "Net", 1: "Critic"}
 
 
-def test_points_are_those_at_which_both_sides_recorded_gradients(here: StepReader) -> None:
-    assert here.gradient_points() == {"final"}
-
-
 def test_what_a_step_tells_of_its_modules_is_by_their_classes(here: StepReader) -> None:
     facts = here.step_facts([gradient("w", 1)], [3])
     assert (facts.random, facts.collective) == ({(0, "a.b")}, {(0, "c")})

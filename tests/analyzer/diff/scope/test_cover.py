@@ -123,6 +123,21 @@ def test_all_stages_are_seen_whatever_ranks_hold_them() -> None:
     assert not cover(ranks=(0,), stages={0: 5, 1: 7}, world_size=1).sees_all_ranks
 
 
+def test_what_the_recorder_gave_up_on_ranks_that_nobody_asked_for_restricts_nothing() -> None:
+    a, b = run_of(range(2), problems=["no space left"]), run_of(range(2))
+    assert covered(a, b).problems["baseline"] == ("rank 0: no space left", "rank 1: no space left")
+    only = covered(a, b, chosen=chosen(ranks="1"))
+    assert only.problems["baseline"] == ("rank 1: no space left",)
+
+
+def test_rank_that_never_said_what_it_was_asked_is_no_filter() -> None:
+    a, b = (run_of(range(2), world_size=4) for _ in range(2))
+    for run in (a, b):
+        for info in run.ranks.values():
+            info.facts.pop("settings")  # type: ignore[attr-defined]
+    assert covered(a, b).missing_ranks == {"baseline": (2, 3), "candidate": (2, 3)}
+
+
 UNEVEN = {"ranks": (0, 1), "steps": {0: (0, 1), 1: (0,)}}
 
 

@@ -37,7 +37,7 @@ def test_runs_with_rows_of_the_same_ranks_and_steps_can_be_compared() -> None:
     ("asked", "said"),
     [
         (None, "no rank was recorded on both sides: ranks 0-1 against ranks 2-3"),
-        ("5,7", "ranks 5,7 was not recorded on both sides: ranks 0-1 against ranks 2-3"),
+        ("5,7", "ranks 5,7 were not recorded on both sides: ranks 0-1 against ranks 2-3"),
     ],
 )
 def test_ranks_that_are_on_one_side_alone_are_named(asked: str | None, said: str) -> None:
