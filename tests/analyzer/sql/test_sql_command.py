@@ -179,8 +179,8 @@ def test_timeout_that_no_timer_can_wait_for_is_none(run: Path) -> None:
 def test_rows_that_come_too_slowly_are_stopped_too(run: Path) -> None:
     query = "SELECT a.range FROM range(10000000) a, range(10000000) b"
     with (
-        answered([open_run(run)], query, timeout_s=0.5) as found,
         pytest.raises(BadQuery, match="stopped"),
+        answered([open_run(run)], query, timeout_s=0.5) as found,
     ):
         for _ in found.rows:
             pass
