@@ -171,20 +171,16 @@ class States:
 
     def _odd_names(self, path: Path) -> None:
         folder = path if path.is_dir() else path.parent
-        for name in (
-            b"\xff\xfe",
-            b"a\nb.json",
-            b"rank=x",
-            b"rank=99999999999999999999",
-            b"rank=00009-7.json",
-        ):
-            _written(Path(os.fsdecode(os.path.join(os.fsencode(folder), name))), b"{}")
-        for name in (
-            "part-0-99999999999999999999.parquet",
+        names = [
+            "a\nb.json",
+            "rank=x",
+            "rank=99999999999999999999",
+            "rank=00009-7.json",
             "part-9-0.parquet",
-            "rank=00001-99999999999999999999.json",
-        ):
-            _written(folder / name, b"PAR1")
+        ]
+        names += [f"part-0-{10**20}.parquet", f"rank=00001-{10**20}.json", os.fsdecode(b"\xff\xfe")]
+        for name in names:
+            _written(folder / name, self.draw.choice((b"{}", b"PAR1")))
 
 
 def _remove(path: Path) -> None:
