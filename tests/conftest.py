@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import threading
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from click.testing import CliRunner
 
 from support.environment.native_observer import NOWHERE, build, build_or_skip
 from support.launching.counted_reruns import Reruns
@@ -28,6 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FOLDER",
         help="keep there what the analyzer is asked about, see support.frozen",
     )
+
+
+# Before click 8.2 a runner mixes stderr into stdout unless it is told otherwise, and cannot be told afterwards.
+if "mix_stderr" in inspect.signature(CliRunner).parameters:
+    CliRunner.__init__ = functools.partialmethod(CliRunner.__init__, mix_stderr=False)  # type: ignore
 
 
 def pytest_configure(config: pytest.Config) -> None:

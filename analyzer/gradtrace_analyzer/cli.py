@@ -70,6 +70,16 @@ class Analyzer(click.Group):
             said = str(error).splitlines()[0]
             click.echo(f"analyzer: the recording could not be read: {said}", err=True)
             sys.exit(_CANNOT_TELL)
+        except OSError as error:
+            # The commands name what they know of: this is a file that went, or changed hands, while it was read.
+            if error.filename is None:
+                raise
+            reason = error.strerror or type(error).__name__
+            click.echo(f"analyzer: {error.filename} cannot be read or written: {reason}", err=True)
+            sys.exit(_CANNOT_TELL)
+        except MemoryError:
+            click.echo("analyzer: there is not enough memory for this question", err=True)
+            sys.exit(_CANNOT_TELL)
         except click.ClickException as error:
             error.show()
             sys.exit(_CANNOT_TELL)

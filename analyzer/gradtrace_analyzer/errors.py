@@ -23,6 +23,10 @@ class NewerSchema(GradtraceError):
     """A newer gradtrace wrote the run."""
 
 
+class Unreadable(GradtraceError):
+    """Something of a run is there, and cannot be read."""
+
+
 class IncompleteRun(GradtraceError):
     """The run lacks what the question needs."""
 

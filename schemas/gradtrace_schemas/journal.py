@@ -31,7 +31,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from gradtrace_schemas.catalogue import ALL_TABLES, SCHEMA_VERSION
-from gradtrace_schemas.table import SHAPE, SKETCH_LANES, STRING, STRINGS, Column, Table
+from gradtrace_schemas.table import (
+    SHAPE,
+    SKETCH_LANES,
+    STRING,
+    STRINGS,
+    Column,
+    Table,
+    numpy_dtype,
+)
 
 MAGIC = b"GRADTRCE"
 # 2  held records.
@@ -176,7 +184,7 @@ def _field(column: Column) -> tuple[Any, ...]:
         return (column.name, [("ndim", "u1"), ("sizes", "<i8", (MAX_DIMENSIONS,))])
     if pa.types.is_boolean(column.type):
         return (column.name, "u1")
-    return (column.name, np.dtype(column.type.to_pandas_dtype()).newbyteorder("<"))
+    return (column.name, numpy_dtype(column.type).newbyteorder("<"))
 
 
 def plain_fields(table: Table, schema_version: int = SCHEMA_VERSION) -> tuple[Column, ...]:

@@ -16,10 +16,11 @@ from pathlib import Path
 RUN_FILE = "run.json"
 ATTEMPTS, RANKS, JOURNALS = "attempts", "ranks", "journals"
 
-_RANK_FILE = re.compile(r"rank=(\d{5,})-(\d+)\.(?:json|journal)$")
-_RANK_FOLDER = re.compile(r"rank=(\d{5,})$")
-_PART = re.compile(r"part-(\d+)-(\d+)\.parquet$")
-_ATTEMPT_FILE = re.compile(r"(\d+)\.json$")
+# Numbers that fit the columns: a name with longer ones is none of ours.
+_RANK_FILE = re.compile(r"rank=(\d{5,9})-(\d{1,9})\.(?:json|journal)$")
+_RANK_FOLDER = re.compile(r"rank=(\d{5,9})$")
+_PART = re.compile(r"part-(\d{1,9})-(\d{1,9})\.parquet$")
+_ATTEMPT_FILE = re.compile(r"(\d{1,9})\.json$")
 
 # Key of the Parquet metadata that says up to which record a part holds the journal's rows.
 PART_LAST_RECORD = b"gradtrace.last_record_index"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 
 Encoding = Literal["dictionary", "delta", "plain"]
@@ -21,6 +22,15 @@ INT32 = pa.int32()
 INT64 = pa.int64()
 FLOAT = pa.float64()
 BOOL = pa.bool_()
+
+# Not Arrow's own `to_pandas_dtype`: before pyarrow 26 it cannot be asked where pandas is absent.
+_NUMPY_NAMES = {
+    pa.bool_(): "bool",
+    pa.float32(): "f4",
+    pa.float64(): "f8",
+    **{getattr(pa, f"int{8 * n}")(): f"i{n}" for n in (1, 2, 4, 8)},
+    **{getattr(pa, f"uint{8 * n}")(): f"u{n}" for n in (1, 2, 4, 8)},
+}
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,11 @@ START_NS = Column(
 END_NS = Column("end_ns", INT64, "End, on the same clock.")
 
 IDENTITY = (ATTEMPT, RANK, STEP)
+
+
+def numpy_dtype(type: pa.DataType) -> np.dtype[Any]:
+    """The dtype of an array of a number's or a boolean's Arrow type, in the machine's byte order. Raises KeyError."""
+    return np.dtype(_NUMPY_NAMES[type])
 
 
 def nullable(column: Column, doc: str | None = None) -> Column:

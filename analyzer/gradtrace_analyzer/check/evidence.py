@@ -15,7 +15,6 @@ It makes these temporary tables beside the views of the run's own:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +23,7 @@ from typing import Any, TypeVar
 import duckdb
 
 from gradtrace_analyzer.numerics.hook_promises import Promise, chains_collectives, promise_of
+from gradtrace_analyzer.words.numbers import ranks_in
 
 Rows = list[tuple[Any, ...]]
 T = TypeVar("T")
@@ -179,7 +179,7 @@ def _replicas(connection: duckdb.DuckDBPyConnection) -> tuple[Replica, ...]:
                 number=len(found),
                 team=team,
                 group=name,
-                ranks=tuple(json.loads(ranks)),
+                ranks=ranks_in(ranks),
                 recorded=tuple(recorded),
                 root=root,
                 module_fqn=fqn,
@@ -271,13 +271,13 @@ LEFT JOIN shared s ON s.team = m.team AND s.rank = m.rank AND s.step = p.step
 _MANAGED = """
 CREATE TEMP TABLE managed AS
 WITH reduced AS (
-    SELECT replica, parameter_fqn, min(row(record_index, place)) AS position
+    SELECT replica, parameter_fqn, min({'record': record_index, 'place': place}) AS position
     FROM (SELECT replica, record_index, unnest(parameter_fqns) AS parameter_fqn,
         generate_subscripts(parameter_fqns, 1) AS place FROM reductions)
     GROUP BY 1, 2)
 SELECT * FROM reduced
 UNION ALL
-SELECT m.replica, p.parameter_fqn, min(row(p.record_index, 0))
+SELECT m.replica, p.parameter_fqn, min({'record': p.record_index, 'place': 0})
 FROM parameters p JOIN members m ON m.rank = p.rank AND m.root = p.root
 WHERE p.kind = 'parameter' AND p.requires_grad AND m.module_fqn IS NOT NULL
     AND (m.module_fqn = '' OR starts_with(p.parameter_fqn, m.module_fqn || '.'))

@@ -22,7 +22,7 @@ from gradtrace_analyzer.exports.rows import SUFFIXES, write_rows
 from gradtrace_analyzer.progress import progress
 from gradtrace_analyzer.reports.tables import Format, rendered
 from gradtrace_analyzer.sql.library import NamedQuery, Value, named_queries, named_query, value_of
-from gradtrace_analyzer.sql.sealed import DEFAULT_MEMORY_LIMIT, answered
+from gradtrace_analyzer.sql.sealed import answered
 
 _TABLE_ROWS = 100
 _MOST_COUNTED = 1_000_000
@@ -58,7 +58,11 @@ _MOST_COUNTED = 1_000_000
     help=f"Write at most so many rows, 0 for all.  [default: {_TABLE_ROWS} for table, else all]",
 )
 @click.option("--timeout", type=click.FloatRange(min=0), help="Give up after so many seconds.")
-@click.option("--memory-limit", default=DEFAULT_MEMORY_LIMIT, show_default=True, metavar="SIZE")
+@click.option(
+    "--memory-limit",
+    metavar="SIZE",
+    help="Use at most so much, such as 4GB.  [default: 80% of the memory]",
+)
 @attempt_option
 def sql(
     query_and_runs: tuple[str, ...],
@@ -69,7 +73,7 @@ def sql(
     output: Path | None,
     limit: int | None,
     timeout: float | None,
-    memory_limit: str,
+    memory_limit: str | None,
     attempt: int | None,
 ) -> None:
     """Answer a SQL query over the tables of one or more runs.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import duckdb
 
 from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.words.numbers import ranks_in
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,15 @@ class Wait:
         return tuple(sorted({*self.absent, *(rank for rank, *_ in self.others)}))
 
 
+# Apart from its join, whose condition may not hold a subquery before DuckDB 2.
 _OPEN = """
+WITH ended AS (SELECT p.rank, p.step, p.backward_index FROM backward_passes p
+    WHERE p.error IS NULL OR EXISTS (FROM failures f WHERE f.rank = p.rank AND f.step = p.step
+        AND f.backward_index = p.backward_index AND f.node_name IS NOT NULL))
 SELECT b.rank, b.step, b.microbatch, b.backward_index, b.bucket_index, b.parameter_fqns, b."group", b.collective_seq,
     b.launched_ns, b.root, b.module_fqn
 FROM buckets b
-ANTI JOIN backward_passes p ON p.rank = b.rank AND p.step = b.step AND p.backward_index = b.backward_index
-    AND (p.error IS NULL OR EXISTS (FROM failures f WHERE f.rank = p.rank AND f.step = p.step
-        AND f.backward_index = p.backward_index AND f.node_name IS NOT NULL))
+ANTI JOIN ended e ON e.rank = b.rank AND e.step = b.step AND e.backward_index = b.backward_index
 WHERE b.done_ns IS NULL AND b.kind = 'all_reduce'
 QUALIFY row_number() OVER (PARTITION BY b.rank ORDER BY b.step DESC, b.backward_index DESC, b.launched_ns) = 1
 ORDER BY b.rank
@@ -94,14 +96,4 @@ def waits(run: Run, connection: duckdb.DuckDBPyConnection) -> dict[int, Wait]:
 def _teams(connection: duckdb.DuckDBPyConnection) -> dict[tuple[int, str | None], Sequence[int]]:
     """The ranks of each group, by a rank of it and the group's name."""
     rows = connection.execute("SELECT DISTINCT rank, name, ranks FROM groups").fetchall()
-    return {(rank, name): members for rank, name, text in rows if (members := _members(text))}
-
-
-def _members(text: str | None) -> list[int]:
-    """Ranks of a JSON list; none where a damaged journal holds something else in its place."""
-    try:
-        ranks = json.loads(text or "")
-    except ValueError:
-        return []
-    is_list = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
-    return ranks if is_list else []
+    return {(rank, name): members for rank, name, text in rows if (members := ranks_in(text))}

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from gradtrace_schemas.table import numpy_dtype
+
 Array = npt.NDArray[Any]
 
 
@@ -51,14 +53,13 @@ def values_of(rows: pa.Table, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
 
 def _values(array: Any) -> tuple[Array, npt.NDArray[np.bool_]]:
     """(values as a view of the array's buffer, whether there is one); booleans alone are copied."""
-    kind = array.type.to_pandas_dtype()
+    kind = numpy_dtype(array.type)
     count, offset = len(array), array.offset
     valid, data = array.buffers()
     if pa.types.is_boolean(array.type):
         values = _bits(data, offset, count)
     else:
-        width = np.dtype(kind).itemsize
-        values = np.frombuffer(data, kind, count, offset * width)
+        values = np.frombuffer(data, kind, count, offset * kind.itemsize)
     if not array.null_count:
         return values, all_true(count)
     return values, _bits(valid, offset, count)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace_analyzer.errors import NoFlight
+from gradtrace_analyzer.runs.files import MOST_JSON_BYTES, opened, parsed
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.words.numbers import ranks_phrase, steps_phrase
 from gradtrace_schemas import layout
@@ -87,7 +88,7 @@ def _triggers(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _facts(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        with opened(path) as file:
+            return parsed(file.read(MOST_JSON_BYTES)) or {}
+    except OSError:
         return {}
-    return content if isinstance(content, dict) else {}

@@ -6,18 +6,20 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from gradtrace_analyzer.runs.files import names_in, opened
 from gradtrace_analyzer.runs.parts import Part, last_record
 from gradtrace_schemas import layout
 from gradtrace_schemas.batches import arrow_table
 from gradtrace_schemas.groups import GROUPS
 from gradtrace_schemas.journal import (
     HEADER,
+    HEADER_BYTES,
     JOURNAL_TABLES,
     plain_fields,
 )
@@ -29,6 +31,7 @@ from gradtrace_schemas.journal_reader import (
 from gradtrace_schemas.nodes import NODE_EVENTS
 
 _COPIED_AT_ONCE = 256  # records
+_MOST_BYTES = 1 << 36
 
 
 @dataclass(frozen=True)
@@ -42,22 +45,25 @@ class Journal:
 
 
 def found_journals(run: Path) -> list[Journal]:
-    """All journals of a run, by rank. One whose rank ends meanwhile is left out: its rows are in parts."""
+    """All journals of a run, by rank. One whose rank ends meanwhile is left out: its rows are in parts.
+
+    Raises Unreadable where their folder cannot be listed.
+    """
     folder = run / layout.JOURNALS
-    try:
-        names = sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
     found: list[Journal] = []
-    for name in names:
+    for name in names_in(folder):
         place = layout.rank_and_attempt(name)
         if place is None or not name.endswith(".journal"):
             continue
         try:
             found.append(Journal(*place, journal_at(folder / name)))
         except FileNotFoundError:
-            continue
-        except (OSError, UnreadableJournal) as error:
+            if not (folder / name).is_symlink():
+                continue
+            found.append(Journal(*place, None, "it is a link to nothing"))
+        except OSError as error:
+            found.append(Journal(*place, None, error.strerror or str(error)))
+        except UnreadableJournal as error:
             found.append(Journal(*place, None, str(error)))
     return found
 
@@ -122,8 +128,8 @@ def _snapshot(path: Path) -> bytes:
     The records of a living rank use strings that may be newer than a front read before them. A ring may have turned
     meanwhile: what is new in it is copied again, which takes a moment, where the whole takes several steps.
     """
-    with open(path, "rb") as file:
-        whole = bytearray(file.read())
+    with opened(path) as file:
+        whole = bytearray(file.read(_end(file)))
         if len(whole) < HEADER.itemsize:
             return bytes(whole)
         front = whole[: HEADER.itemsize]
@@ -139,6 +145,22 @@ def _snapshot(path: Path) -> bytes:
         front = bytearray(os.pread(file.fileno(), max(front_bytes, 0), 0))
         front[: HEADER.itemsize] = now  # what it says of strings is what was copied
         return bytes(front + whole[len(front) :])
+
+
+def _end(file: BinaryIO) -> int:
+    """The bytes of a journal that lies in the file, as its header says: what is behind them is not ours, and may be
+    huge."""
+    front = os.pread(file.fileno(), HEADER.itemsize, 0)
+    if len(front) < HEADER.itemsize:
+        return len(front)
+    header = np.frombuffer(front, HEADER, 1)[0]
+    places = 2 * int(header["half_records"]) * int(header["record_bytes"])
+    strings = int(header["strings_offset"]) + int(header["strings_bytes"])
+    said = max(int(header["records_offset"]) + places, strings, HEADER_BYTES)
+    size = os.fstat(file.fileno()).st_size
+    if min(said, size) > _MOST_BYTES:
+        raise UnreadableJournal(f"it says to be {min(said, size):,} bytes large: it is damaged")
+    return min(said, size)
 
 
 def _drained(header: bytes | bytearray) -> int:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pyarrow.parquet as pq
 
 from gradtrace_analyzer.errors import GradtraceError
+from gradtrace_analyzer.runs.files import MOST_JSON_BYTES, opened, parsed
 from gradtrace_analyzer.runs.journals import Journal, found_journals, journal_at
 from gradtrace_analyzer.runs.last_seen import of_journal
 from gradtrace_analyzer.runs.parts import DamagedPart, Part, found_parts, last_record
@@ -198,10 +199,11 @@ def _of_parts(
 def _write_json(path: Path, contents: Contents) -> None:
     """Add to a rank's json how it ended, as its journal tells: left alone where the rank itself had written that."""
     try:
-        facts = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        with opened(path) as file:
+            facts = parsed(file.read(MOST_JSON_BYTES)) or {}
+    except FileNotFoundError:
         facts = {}
-    if isinstance(facts, dict) and facts.get("complete") is True:
+    if facts.get("complete") is True:
         return  # it had said so, and was killed before its journal was gone
     header, seen = contents.header, of_journal(contents)
     known = {
@@ -217,9 +219,7 @@ def _write_json(path: Path, contents: Contents) -> None:
     }
     temporary = path.with_suffix(".writing")
     temporary.parent.mkdir(exist_ok=True)
-    temporary.write_text(
-        json.dumps(known | (facts if isinstance(facts, dict) else {}) | said) + "\n"
-    )
+    temporary.write_text(json.dumps(known | facts | said) + "\n")
     _sync(temporary)
     temporary.rename(path)
     _sync(path.parent)

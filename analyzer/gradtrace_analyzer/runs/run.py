@@ -6,7 +6,6 @@ becomes a notice, which commands print on stderr. What the rows mean is left to 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,8 @@ import pyarrow as pa
 
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
 from gradtrace_analyzer.runs.attempts import AttemptStory
+from gradtrace_analyzer.runs.facts import understood
+from gradtrace_analyzer.runs.files import JsonFiles, names_in, unreadable
 from gradtrace_analyzer.runs.journals import Journal, found_journals, leftover_rows, without_gap
 from gradtrace_analyzer.runs.parts import DamagedPart, Part, found_parts
 from gradtrace_analyzer.words.numbers import ranks_phrase, spans, verb
@@ -171,7 +172,7 @@ def open_run(path: str | os.PathLike[str], attempt: int | None = None) -> Run:
 
     The order matters while the job lives: journals first, then parts, so that a row which moves from one to
     the other meanwhile is seen in at least one, and is taken from only one. The ranks' json come last.
-    Raises NotARun, NoSuchAttempt, NewerSchema.
+    Raises NotARun, NoSuchAttempt, NewerSchema, Unreadable.
     """
     place = Path(path)
     found = _everything(place)
@@ -217,12 +218,13 @@ def _one_attempt(place: Path, found: _Everything, chosen: int) -> Run:
     journals = [j for j in found.journals if j.attempt == chosen]
     contents = {j.rank: j.contents for j in journals if j.contents is not None}
     by_table = _by_table_and_rank(p for p in found.parts if p.attempt == chosen)
-    run_info = _read_json(place / layout.RUN_FILE)
-    about = _read_json(layout.attempt_file(place, chosen))
+    read = JsonFiles(place, understood)
+    run_info = read(place / layout.RUN_FILE)
+    about = read(layout.attempt_file(place, chosen))
     for source in (run_info, about, *(c.header for c in contents.values())):
         _require_known_schema(place, source.get("schema_version"))
     seen = set(contents) | {rank for by_rank in by_table.values() for rank in by_rank}
-    ranks = _ranks(rank_files, chosen, seen, contents)
+    ranks = _ranks(rank_files, chosen, seen, contents, read)
     flights = {rank for rank, info in ranks.items() if _flight_steps(info)}
     contents |= {rank: without_gap(contents[rank]) for rank in flights & set(contents)}
     run = Run(
@@ -239,17 +241,23 @@ def _one_attempt(place: Path, found: _Everything, chosen: int) -> Run:
         schema_version=_schema_version(about, run_info),
     )
     damage = [d for d in damaged if d.part.attempt == chosen]
-    notices = tuple(_notices(run, found.recorded, damage, journals))
+    notices = (*_notices(run, found.recorded, damage, journals), *read.notices)
     return replace(run, damaged=tuple(damage), notices=notices)
 
 
 def require_run(place: Path) -> None:
-    """Raise NotARun, with what is there instead, where this is no run's directory."""
+    """Raise NotARun, with what is there instead, where this is no run's directory; Unreadable where it may not be."""
+    try:
+        place.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise unreadable(place, error) from None
     if not place.exists():
         raise NotARun(f"{place} does not exist; give the directory that GRADTRACE_DIR named")
     if not place.is_dir():
         raise NotARun(f"{place} is a file; give the directory of a run")
-    names = set(os.listdir(place))
+    names = set(names_in(place))
     if not names:
         raise NotARun(f"{place} is empty; nothing was recorded there yet")
     if not names & {layout.RUN_FILE, layout.RANKS, layout.JOURNALS, *TABLES}:
@@ -273,31 +281,15 @@ def _schema_version(*sources: Mapping[str, Any]) -> int:
     return next((version for version in said if isinstance(version, int)), SCHEMA_VERSION)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The file's object, empty where the file is absent, cut off or something else."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def _rank_files(run: Path) -> dict[tuple[int, int], Path]:
     """The paths of the ranks' json, by (rank, attempt), of all attempts."""
     folder = run / layout.RANKS
-    found = ((layout.rank_and_attempt(n), n) for n in _names(folder) if n.endswith(".json"))
+    found = ((layout.rank_and_attempt(n), n) for n in names_in(folder) if n.endswith(".json"))
     return {place: folder / name for place, name in found if place is not None}
 
 
 def _opened_attempts(run: Path) -> set[int]:
-    numbers = (layout.attempt_of(name) for name in _names(run / layout.ATTEMPTS))
+    numbers = (layout.attempt_of(name) for name in names_in(run / layout.ATTEMPTS))
     return {number for number in numbers if number is not None}
 
 
@@ -349,6 +341,7 @@ def _ranks(
     attempt: int,
     seen: set[int],
     journals: Mapping[int, Contents],
+    read: JsonFiles,
 ) -> dict[int, RankInfo]:
     """Every rank that left a json, a part or a journal. A journal tells what a json does not."""
     known = {rank: path for (rank, number), path in files.items() if number == attempt}
@@ -358,7 +351,7 @@ def _ranks(
         if rank in journals:
             header = journals[rank].header
             facts |= {name: header[name] for name in ("pid", "wall_start_ns", "monotonic_start_ns")}
-        facts |= _read_json(known[rank]) if rank in known else {}
+        facts |= read(known[rank]) if rank in known else {}
         found[rank] = RankInfo(rank, facts | {"rank": rank, "attempt": attempt})
     return found
 

@@ -29,7 +29,6 @@ from gradtrace_analyzer.errors import BadQuery
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.views import connect, part_paths, path_list
 
-DEFAULT_MEMORY_LIMIT = "80%"
 _SPILL_LIMIT = "16GB"
 _ROWS_AT_ONCE = 10_000
 _ONLY_READS = "a query only reads: give one SELECT, EXPLAIN, DESCRIBE or SHOW"
@@ -55,14 +54,14 @@ def answered(
     query: str,
     *,
     parameters: Mapping[str, Any] | None = None,
-    memory_limit: str = DEFAULT_MEMORY_LIMIT,
+    memory_limit: str | None = None,
     timeout_s: float | None = None,
     is_typed: bool = False,
 ) -> Iterator[QueryAnswer]:
     """The answer to a query over the views of `connect(runs)`, to be read inside the `with`.
 
     `parameters` are the values of what the query calls `$name`; they are values, whatever they hold. Types are
-    found out only where the answer `is_typed`.
+    found out only where the answer `is_typed`. Without a `memory_limit` DuckDB's own holds, 80% of the memory.
 
     Raises BadQuery, here or while rows are read, for what is refused, cannot be answered or takes longer than
     `timeout_s` altogether.
@@ -93,7 +92,7 @@ def answered(
 
 
 def sealed_connection(
-    runs: Sequence[Run], *, memory_limit: str = DEFAULT_MEMORY_LIMIT
+    runs: Sequence[Run], *, memory_limit: str | None = None
 ) -> duckdb.DuckDBPyConnection:
     """`connect(runs)`, able to open the runs' parts and no other file, its settings locked.
 

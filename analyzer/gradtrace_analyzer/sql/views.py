@@ -20,6 +20,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
+from gradtrace_analyzer.errors import Unreadable
 from gradtrace_analyzer.numerics.tolerance import roundoff_sql
 from gradtrace_analyzer.runs.parts import Part
 from gradtrace_analyzer.runs.run import RankInfo, Run, Stretch
@@ -308,7 +309,14 @@ def _create_view(
 ) -> None:
     columns = ", ".join(f'CAST(NULL AS {_sql_type(c.type)}) AS "{c.name}"' for c in table.columns)
     empty = f"SELECT {empty_prefix}{columns} WHERE false"
-    connection.execute(f"CREATE VIEW {name} AS {' UNION ALL '.join(selects or [empty])}")
+    try:
+        connection.execute(f"CREATE VIEW {name} AS {' UNION ALL '.join(selects or [empty])}")
+    except duckdb.BinderException as error:
+        reason = str(error).splitlines()[0].removeprefix("Binder Error: ")
+        raise Unreadable(
+            f"the parts of {table.name} hold something else than its rows ({reason}); remove the one that is none of "
+            "its own, or read a copy of the run"
+        ) from None
 
 
 def _ranks_rows(run: Run) -> pa.Table:

@@ -15,7 +15,6 @@ bucket of the pass: after that nothing is left that a reduction could hide behin
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ import duckdb
 from gradtrace_analyzer.numerics.hook_promises import chains_collectives
 from gradtrace_analyzer.timing.clocks import MAKE_CLOCKS, HostClock, aligned_hosts
 from gradtrace_analyzer.timing.slices import Steps
-from gradtrace_analyzer.words.numbers import ranks_phrase
+from gradtrace_analyzer.words.numbers import ranks_in, ranks_phrase
 
 _LEFT_OUT = re.compile(r"\.\.\. and (\d+) more")
 
@@ -217,7 +216,7 @@ def _teams(connection: duckdb.DuckDBPyConnection) -> tuple[Team, ...]:
         "FROM bucket_rows WHERE kind = 'all_reduce' GROUP BY team ORDER BY team"
     ).fetchall()
     return tuple(
-        Team(number, group, tuple(json.loads(ranks)), tuple(recorded))
+        Team(number, group, ranks_in(ranks), tuple(recorded))
         for number, group, ranks, recorded in rows
     )
 

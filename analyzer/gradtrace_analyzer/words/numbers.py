@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
@@ -135,3 +136,13 @@ def told_apart(a: float | None, b: float | None) -> tuple[str, str]:
         if a == b or f"{a:.{digits}g}" != f"{b:.{digits}g}":
             return f"{a:.{digits}g}", f"{b:.{digits}g}"
     return f"{a:.7g}", f"{b:.7g}"
+
+
+def ranks_in(text: str | None) -> tuple[int, ...]:
+    """The ranks of a JSON list, as tables hold those of a group; none where it is damaged."""
+    try:
+        ranks = json.loads(text or "")
+    except (ValueError, RecursionError):
+        return ()
+    is_list = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
+    return tuple(ranks) if is_list else ()

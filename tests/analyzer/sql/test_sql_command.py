@@ -4,10 +4,12 @@ import csv
 import hashlib
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import duckdb
 import pytest
 from click.testing import CliRunner, Result
 
@@ -83,22 +85,28 @@ def test_what_only_reads_is_answered(run: Path, query: str) -> None:
     assert result.stdout
 
 
+# DuckDB 1 has no WITH that writes, and says so itself.
+NO_WRITING_CTE = "refused|A CTE needs a SELECT"
+# DuckDB 1 asks for another package before it gives a time with its zone to Python.
+A_TIME = "now()::TIMESTAMP" if duckdb.__version__.startswith("1.") else "now()"
+
+
 @pytest.mark.parametrize(
     ("query", "says"),
     [
         ("COPY (SELECT 1) TO '{out}'", "COPY is refused"),
         ("COPY steps TO '{part}'", "COPY is refused"),
-        ("WITH x AS (COPY (SELECT 1) TO '{part}' (USE_TMP_FILE false)) SELECT 1", "refused"),
+        ("WITH x AS (COPY (SELECT 1) TO '{part}' (USE_TMP_FILE false)) SELECT 1", NO_WRITING_CTE),
         ("EXPLAIN ANALYZE COPY (SELECT 1) TO '{part}' (USE_TMP_FILE false)", "COPY is refused"),
         ("EXPLAIN /**/ ANALYZE COPY (SELECT 1) TO '{part}' (USE_TMP_FILE false)", ""),
         ("EXPLAIN (ANALYZE) COPY (SELECT 1) TO '{part}' (USE_TMP_FILE false)", "COPY is refused"),
         (
             "EXPLAIN ANALYZE WITH x AS (COPY (SELECT 1) TO '{part}' (USE_TMP_FILE false)) SELECT 1",
-            "refused",
+            NO_WRITING_CTE,
         ),
         (
             "FROM query('WITH x AS (COPY (SELECT 1) TO ''{part}'' (USE_TMP_FILE false)) SELECT 1')",
-            "refused",
+            NO_WRITING_CTE,
         ),
         ("SELECT * FROM read_csv('/etc/passwd')", "nothing else"),
         ("SELECT * FROM read_text('/etc/passwd')", "nothing else"),
@@ -114,7 +122,7 @@ def test_what_only_reads_is_answered(run: Path, query: str) -> None:
         ("CREATE TABLE t AS SELECT 1", "CREATE is refused"),
         ("DROP VIEW steps", "DROP is refused"),
         ("INSERT INTO steps VALUES (1)", "INSERT is refused"),
-        ("WITH x AS (DELETE FROM copied_rows.ranks_0 RETURNING *) SELECT * FROM x", "refused"),
+        ("WITH x AS (DELETE FROM copied_rows.ranks_0 RETURNING *) SELECT * FROM x", NO_WRITING_CTE),
         ("SELECT 1; SELECT 2", "2 statements"),
         ("", "empty"),
         ("/* nothing */ ;", "empty"),
@@ -130,7 +138,7 @@ def test_what_does_more_than_read_is_refused_in_one_sentence(
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.startswith("analyzer: ") and result.stderr.count("\n") == 1
-    assert says in result.stderr
+    assert re.search(says, result.stderr)
     assert not out.exists()
     assert hashlib.sha256(part.read_bytes()).hexdigest() == before
 
@@ -171,8 +179,8 @@ def test_timeout_that_no_timer_can_wait_for_is_none(run: Path) -> None:
 def test_rows_that_come_too_slowly_are_stopped_too(run: Path) -> None:
     query = "SELECT a.range FROM range(10000000) a, range(10000000) b"
     with (
-        answered([open_run(run)], query, timeout_s=0.5) as found,
         pytest.raises(BadQuery, match="stopped"),
+        answered([open_run(run)], query, timeout_s=0.5) as found,
     ):
         for _ in found.rows:
             pass
@@ -182,7 +190,7 @@ def test_memory_limit_is_held(run: Path) -> None:
     result = sql("SELECT list(range) FROM range(100000000)", run, "--memory-limit", "50MB")
     assert result.exit_code == 2
     assert "--memory-limit" in result.stderr
-    assert "Memory must have" in sql("SELECT 1", run, "--memory-limit", "lots").stderr
+    assert "must have" in sql("SELECT 1", run, "--memory-limit", "lots").stderr
 
 
 def test_long_answer_is_cut_for_a_terminal_and_says_so(run: Path) -> None:
@@ -205,7 +213,7 @@ def test_machine_formats_are_whole_unless_limited(run: Path) -> None:
 def test_json_holds_no_nan_and_null_is_null(run: Path) -> None:
     query = (
         "SELECT 'nan'::DOUBLE AS a, '-inf'::FLOAT AS b, NULL AS c, [1.5, 'inf'::DOUBLE] AS d, "
-        "now() AS e, {'k': 1::HUGEINT} AS f"
+        f"{A_TIME} AS e, {{'k': 1::HUGEINT}} AS f"
     )
     text = sql(query, run, "--format", "json").stdout
 

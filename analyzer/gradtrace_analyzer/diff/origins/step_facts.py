@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import duckdb
 
 from gradtrace_analyzer.diff.difference import Difference
+from gradtrace_analyzer.words.numbers import ranks_in
 
 RankParameter = tuple[int, int, str]
 
@@ -92,7 +92,7 @@ def step_facts(
         unseen_updates=set(ranks) - ({rank for rank, _, _ in seen} & seen_too),
         random={(root, fqn) for root, fqn, name in classes if "dropout" in name},
         collective={(root, fqn) for root, fqn, name in classes if "syncbatchnorm" in name},
-        together=[json.loads(ranks) for (ranks,) in groups],
+        together=[list(ranks_in(ranks)) for (ranks,) in groups],
         is_whole=is_whole,
         is_filtered=is_filtered,
     )
