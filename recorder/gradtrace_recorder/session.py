@@ -156,7 +156,8 @@ class Session:
             with unseen():  # the first event may come inside the job's modes
                 self._live = _Live(self.settings, who, self.problems, autocast)
             claim = self._live.claim
-            tell_beginning(self._live.recording, claim.run, claim.attempt, who.rank, who.world_size)
+            ranks = who.world_size or who.rank + 1  # as many as are known
+            tell_beginning(self._live.recording, claim.run, claim.attempt, who.rank, ranks)
             return self._live.recording
         except Exception as error:
             if isinstance(error, NotOurs):

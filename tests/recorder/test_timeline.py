@@ -143,7 +143,7 @@ def test_first_step_has_the_frameworks_number_unless_another_was_given() -> None
     line.begin_at(50)  # too late
     assert line.step == 40
 
-    given = Timeline(Steps(), 7, 0)
+    given = Timeline(Numbers(), 7, 0)
     given.begin_at(40)
     given.activity()
     assert (given.step, given.first_step_from) == (7, "offset")

@@ -105,7 +105,7 @@ def test_gradients_that_are_asked_for_count_as_a_pass(tmp_path: Path) -> None:
             gradients = torch.autograd.grad(loss_of(net), list(net.parameters()))
             with torch.no_grad():
                 for parameter, gradient in zip(net.parameters(), gradients, strict=True):
-                    parameter -= 0.1 * gradient
+                    parameter.sub_(gradient, alpha=0.1)
     assert rows(tmp_path / "run", ENDS) == [(step, 0, "parameters") for step in range(3)]
 
 
