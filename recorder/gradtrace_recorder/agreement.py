@@ -43,6 +43,9 @@ def agreed(store: Any, key: str, proposed: str, seconds: float = _PATIENCE_SECON
             pass  # its server died, or this kind of store cannot
 
     thread = threading.Thread(target=ask, name="gradtrace-store", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        return None  # no thread can be had
     thread.join(seconds)
     return answers[0] if answers else None

@@ -4,7 +4,7 @@
 
 GROUP is `env`, `none`, or an address for `init_process_group`, such as tcp://127.0.0.1:1234; with METHOD this process
 starts the two ranks itself, by torch.multiprocessing. BEFORE=1: a forward comes before the group. BEGIN=<path>: the
-first event waits for that file. REST=<path>: the process ends when that file is there.
+first event waits for that file.
 """
 
 import hashlib
@@ -44,7 +44,6 @@ def train(rank, size, group):
         model(torch.randn(4, 6, generator=generator)).square().sum().backward()
         optimizer.step()
     leave(sys.argv[1], rank, net)
-    wait_for("REST")
     if group != "none":
         dist.destroy_process_group()
         time.sleep(0.1)
