@@ -218,7 +218,7 @@ class Container(torch.optim.Optimizer):
             [p for one in optimizers for g in one.param_groups for p in g["params"]], {}
         )
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for one in self.optimizers if self.steps else ():
             one.step()
 
@@ -338,7 +338,7 @@ def test_learning_rates_of_each_parameter_are_recorded(tmp_path: Path) -> None:
 
     class Own(torch.optim.Optimizer):
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             for parameter in self.param_groups[0]["params"]:
                 parameter.sub_(parameter.grad)
 
