@@ -82,6 +82,7 @@ _DEEPSPEED = _Framework(
     "",
     lambda engine: engine.global_steps,
 )
+_MODULES = tuple(name for framework in (*_FRAMEWORKS, _DEEPSPEED) for name in framework.modules)
 
 
 class Counter:
@@ -135,7 +136,7 @@ class Counter:
             return None
 
     def _look(self, recording: Recording) -> None:
-        if self._looks >= _MOST_LOOKS:
+        if self._looks >= _MOST_LOOKS or not any(name in sys.modules for name in _MODULES):
             return
         wanted = {
             name: (framework, classes)

@@ -20,7 +20,7 @@ from gradtrace_recorder.summaries.summariser import unseen
 from gradtrace_recorder.timeline import Timeline
 
 # Values of so many tensors are read, so many elements of each.
-_MOST_SAMPLES, _SAMPLE = 8, 4096
+_MOST_SAMPLES, _SAMPLE = 8, 1024
 # A graph without modules is followed so far to its leaves: Python's view of a longer chain must not be freed in one go.
 _MOST_NODES = 2000
 # What moves parameters itself, between passes too.
@@ -91,13 +91,14 @@ class Updates:
         module = self._names.root(root)
         if module is None or self._names.sharded:
             return None
-        if any(type(one).__name__ in _MOVES_PARAMETERS for one, _ in walk(module)):
-            return None
-        tensors = [
-            tensor
-            for name, tensor in self._names.tensors_of(root)
-            if name.kind == "parameter" and tensor.requires_grad
-        ]
+        found: dict[int, torch.Tensor] = {}
+        for one, _ in walk(module):
+            if type(one).__name__ in _MOVES_PARAMETERS:
+                return None
+            for parameter in one._parameters.values():
+                if parameter is not None and parameter.requires_grad:
+                    found[id(parameter)] = parameter
+        tensors = list(found.values())
         if not tensors or any(tensor.is_meta for tensor in tensors):
             return None
         with unseen():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from support.answers.commands import told
 from support.recordings.in_process import rank_of, recording, rows
 from support.recordings.with_and_without import both
 
@@ -96,6 +97,10 @@ def test_class_of_the_jobs_own_is_an_update(tmp_path: Path) -> None:
             loss_of(net).backward()
             optimizer.step()
     assert rows(tmp_path / "run", ENDS) == [(step, 1, "parameters") for step in range(3)]
+    assert (
+        "by changes of parameters (no torch optimizer was seen)"
+        in told("info", tmp_path / "run")[1]
+    )
 
 
 def test_gradients_that_are_asked_for_count_as_a_pass(tmp_path: Path) -> None:
@@ -132,7 +137,7 @@ def test_job_without_modules_is_known_by_the_leaves_of_its_graph(tmp_path: Path)
             for _ in range(2):
                 (torch.randn(4, 3) @ weight).square().mean().backward()
             with torch.no_grad():
-                weight -= 0.1 * weight.grad  # type: ignore[operator]
+                weight.sub_(weight.grad, alpha=0.1)  # type: ignore[arg-type]
             weight.grad = None
     assert [row[:2] for row in rows(tmp_path / "run", ENDS)] == [(step, 2) for step in range(3)]
 
@@ -180,3 +185,4 @@ def test_step_that_the_job_names_is_ended_by_the_job(tmp_path: Path) -> None:
                 in_place(net)
     assert rows(tmp_path / "run", ENDS) == [(3, 2, "job"), (5, 2, None)]
     assert rank_of(tmp_path / "run")["step_rule"] == "job"
+    assert "as the job numbered them" in told("info", tmp_path / "run")[1]

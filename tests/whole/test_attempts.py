@@ -107,6 +107,7 @@ def test_job_that_begins_anew_in_the_same_directory_is_not_joined(jobs: Jobs) ->
     assert asked("diff", jobs.whole, run, "--format", "json")[1]["cover"]["steps"] == list(range(6))
 
 
+@pytest.mark.slow
 def test_run_resumed_in_another_directory_is_compared_by_an_offset_that_its_parameters_hint_at(
     jobs: Jobs,
 ) -> None:

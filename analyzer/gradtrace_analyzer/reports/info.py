@@ -13,6 +13,12 @@ from gradtrace_analyzer.sql.inventory import Inventory
 from gradtrace_analyzer.words.numbers import bytes_text, counted, counts_phrase, spans
 
 _MOST_PROBLEMS = 5
+# What ended the steps, where it was no torch optimizer.
+_RULES = {
+    "parameters": "by changes of parameters (no torch optimizer was seen)",
+    "job": "as the job numbered them",
+    None: "nothing was seen that ends one",
+}
 SIZE_COLUMNS = ("run", "table", "rows", "parts", "bytes", "journal_rows")
 
 
@@ -239,7 +245,15 @@ def _flight(held: Inventory) -> str:
 def _steps(held: Inventory) -> str:
     if held.first_step is None:
         return ""
-    return f"{held.first_step}-{held.last_step} ({counted(held.step_count, 'step')})"
+    said = f"{held.first_step}-{held.last_step} ({counted(held.step_count, 'step')})"
+    facts = [info.facts for info in held.run.ranks.values()]
+    rules = {fact["step_rule"] for fact in facts if fact.get("complete") and "step_rule" in fact}
+    for rule, text in _RULES.items():
+        if rule in rules:
+            said += f"; {text}"
+    if any(fact.get("first_step_from") == "framework" for fact in facts):
+        said += "; numbered on from the framework's counter"
+    return said
 
 
 def _choices(settings: Mapping[str, Sequence[str]]) -> str:
