@@ -212,6 +212,10 @@ def test_hooks_of_a_failed_pass_stay_on_where_a_device_may_still_read_them(
     assert rows(tmp_path / "run", count) == [(0, 1, 1), (1, 5, 5)]
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
+    reason="this torch (2.6) refuses compiled autograd inside a pass, and ends the process, also bare",
+)
 def test_a_compiled_backward_inside_a_pass_is_not_disturbed(tmp_path: Path) -> None:
     """Both share a parameter's Node, and compiled autograd asks every hook there."""
     from torch._dynamo import compiled_autograd

@@ -26,6 +26,8 @@ from gradtrace_analyzer.runs.run import open_run
 from support.recordings.in_process import recording, rows
 from support.recordings.known_modules import equal_bits
 
+SAYS_ITS_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+
 
 def called(function: Any, x: torch.Tensor) -> torch.Tensor:
     """A Function's result."""
@@ -161,9 +163,11 @@ def test_nodes_of_many_kinds_give_the_same_bits_again_and_training_is_unchanged(
     assert set(counts) == {True, None} and counts[True] > 250
     reasons = skipped(runs / "nodes")
     assert sum(reasons.values()) == counts[None]
+    # Where a saved tensor does not say that it has hooks, the run again calls them.
+    hooked = {"saved tensors with hooks": 2} if SAYS_ITS_HOOKS else {}
     assert {
         "uses up what it saved": 2,
-        "saved tensors with hooks": 2,
+        **hooked,
         "a Function of the job's (ask for it with python:)": 4,
     }.items() <= reasons.items()
     assert "accumulates a gradient" in reasons
@@ -343,6 +347,8 @@ def test_what_cannot_be_run_twice_is_skipped_and_counted(
     with recording(tmp_path, replay="*,python:*"):
         given(body)()
     assert not rows(tmp_path, "SELECT * FROM node_events WHERE NOT replay_equal")
+    if reason == "saved tensors with hooks" and not SAYS_ITS_HOOKS:
+        pytest.skip("a saved tensor of this torch does not say whether it has hooks")
     found = {k: n for k, n in skipped(tmp_path).items() if k != "accumulates a gradient"}
     assert found == ({reason: count} if count else {})
 

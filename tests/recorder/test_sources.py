@@ -339,6 +339,16 @@ def test_modes_of_the_job_see_none_of_our_operations(tmp_path: Path) -> None:
     assert rows(tmp_path / "run", "SELECT count(*) > 5 FROM node_events") == [(True,)]
 
 
+def _computes_inside_transforms() -> bool:
+    plain = torch.ones(2, 2)
+    values: list[Any] = []
+    try:
+        torch.func.grad(lambda x: (values.append((plain @ plain).tolist()), x)[1])(torch.ones(()))
+    except RuntimeError:
+        return False
+    return True
+
+
 def test_functorch_and_compiled_code_run_as_without_us(tmp_path: Path) -> None:
     net = small()
     parameters: dict[str, torch.Tensor] = dict(net.named_parameters())
@@ -350,7 +360,8 @@ def test_functorch_and_compiled_code_run_as_without_us(tmp_path: Path) -> None:
     x = torch.randn(4, 5, 3)
     per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
     bare = per_sample(parameters, x)
-    with recording(tmp_path / "run"):
+    # Inside a transform torch 2.6 computes nothing with plain tensors: what we cannot summarise there is counted.
+    with recording(tmp_path / "run", strict=_computes_inside_transforms()):
         seen = per_sample(parameters, x)
     assert all(torch.equal(bare[name], seen[name]) for name in bare)
 
