@@ -68,6 +68,7 @@ SAID = {
 }
 # What only one kind of fault in one of these jobs would bring about; units hold its sentence.
 NOT_HERE = {
+    r"Equal in that step.*\blinks\b[^;.\n]*\boptimizer\b",
     r"although what it received is equal|although stage \d made the same",
     r"what every rank put in is equal",
     r"gradients that the Nodes gave are equal|all Nodes that ran before gave equal",
