@@ -28,6 +28,7 @@ EXEMPT = {
     "check.laws.mean": "through the laws of a mean: tests/analyzer/check/laws/test_reductions.py",
     "doctor.examine": "real Pythons, asked by test_doctor_command.py",
     "doctor.interpreter": "real Pythons, asked by test_doctor_command.py",
+    "check.laws.predecessors": "through the law of what is not finite: tests/analyzer/check/laws/test_finite.py",
     "failures.phrases": "through `failures`: test_failures_command.py",
     "failures.under_way": "through `failures`: test_failures_command.py",
     "failures.waiting": "through `failures`: tests/whole/test_failures.py has the ranks that it is about",

@@ -47,14 +47,14 @@ SAID = {
     r"no (output|[a-z, ]*output)[a-z, ]* differs by more": {"module_calls"},
     r"no [a-z, ]*\bloss[a-z, ]* differs by more": {"backward_passes"},
     # The table of what is equal in a step, and with -v the rows around the origin.
-    r"Equal in that step.*\blinks\b[^;]*\bparameters\b": {"parameters"},
-    r"Equal in that step.*\blinks\b[^;]*\binputs\b": {"inputs"},
-    r"Equal in that step.*\blinks\b[^;]*\bforward\b": {"module_calls"},
-    r"Equal in that step.*\blinks\b[^;]*\bloss\b": {"backward_passes"},
-    r"Equal in that step.*\blinks\b[^;]*\bbackward\b": {"node_events"},
-    r"Equal in that step.*\blinks\b[^;]*\b(local_gradient|clip)\b": {"gradients"},
-    r"Equal in that step.*\blinks\b[^;]*\bbucket\b": {"buckets"},
-    r"Equal in that step.*\blinks\b[^;]*\boptimizer\b": {"parameters"},
+    r"Equal in that step.*\blinks\b[^;.\n]*\bparameters\b": {"parameters"},
+    r"Equal in that step.*\blinks\b[^;.\n]*\binputs\b": {"inputs"},
+    r"Equal in that step.*\blinks\b[^;.\n]*\bforward\b": {"module_calls"},
+    r"Equal in that step.*\blinks\b[^;.\n]*\bloss\b": {"backward_passes"},
+    r"Equal in that step.*\blinks\b[^;.\n]*\bbackward\b": {"node_events"},
+    r"Equal in that step.*\blinks\b[^;.\n]*\b(local_gradient|clip)\b": {"gradients"},
+    r"Equal in that step.*\blinks\b[^;.\n]*\bbucket\b": {"buckets"},
+    r"Equal in that step.*\blinks\b[^;.\n]*\boptimizer\b": {"parameters"},
     r"Equal in that step.*the modules ": {"module_calls"},
     r"^.? *forward .* equal": {"module_calls"},
     r"^.? *backward .* equal": {"node_events"},
@@ -68,6 +68,7 @@ SAID = {
 }
 # What only one kind of fault in one of these jobs would bring about; units hold its sentence.
 NOT_HERE = {
+    r"Equal in that step.*\blinks\b[^;.\n]*\boptimizer\b",
     r"although what it received is equal|although stage \d made the same",
     r"what every rank put in is equal",
     r"gradients that the Nodes gave are equal|all Nodes that ran before gave equal",

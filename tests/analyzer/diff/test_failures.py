@@ -79,3 +79,11 @@ def test_where_a_rank_died_is_told_beside_what_others_failed_with(tmp_path: Path
     assert (
         "The candidate's rank 1 died in step 2, in MulBackward0 of head." in answer["explanation"]
     )
+
+
+def test_parameter_of_a_failed_node_is_kept_where_its_own_row_is_missing(tmp_path: Path) -> None:
+    rows = Job().made()
+    failed(rows, 1, 2, "AccumulateGrad")
+    rows["failures"][0] |= {"parameter_fqn": "head.weight", "event_index": 90}
+    [failure] = diffed(tmp_path, rows)["failures"]
+    assert failure["parameter_fqn"] == "head.weight"

@@ -18,7 +18,8 @@ _WORDS = {"inf": "infinity", "nan": "NaN"}
 class Birthplace:
     """A row that holds values which are not finite. `source` is the kind of row; counts are of elements that came in
     and went out; `order` is its place in program order, which late rows have not in `record_index`. A module may have
-    read its own `infinite_parameter`; it may lie in a pipeline's `stage`."""
+    read its own `infinite_parameter`; it may lie in a pipeline's `stage`. `is_fed` says that what came before it was
+    recorded: finite, or it would be the place."""
 
     source: str
     rank: int
@@ -41,6 +42,7 @@ class Birthplace:
     order: float = 0.0
     infinite_parameter: str | None = None
     stage: StagePlace | None = None
+    is_fed: bool = True
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -96,29 +98,44 @@ def _arrives(place: Birthplace, word: str) -> str:
     return f"{what}: the {word} was born in front of it, in code that was not recorded."
 
 
+# Of places of which it is not known what came before: where they are, and what that was.
+_UNFED = {
+    "reduced": ("{gradient}", "the local gradients were"),
+    "final": ("{gradient}", "what the backward pass left was"),
+    "after": ("parameter {name} after the optimizer's step", "its gradient was"),
+}
+
+
 def _born(place: Birthplace, made_of: str, largest_sum: float | None) -> str:
     if place.source == "before":
-        when = (
-            ": it is there from the start"
-            if place.step == 0
-            else ", although it was finite after the last step"
-        )
+        when = ", although it was finite after the last step"
+        if place.step == 0:
+            when = ": it is there from the start"
+        elif not place.is_fed:
+            when = "; what the last step left was not recorded"
         return f"is in parameter {place.parameter_fqn} before the forward pass{when}."
     if place.source == "input":
         return f"came in with the data: input {place.name!r}."
     if place.source == "module":
-        finite = "" if made_of else ", whose input is finite"
+        fed = "whose input is finite" if place.is_fed else "whose input was not recorded"
+        finite = "" if made_of else f", {fed}"
         return f"is born in {module_phrase(place.module_fqn)}{made_of}{finite}."
     if place.source == "loss":
+        if not place.is_fed:
+            return "is the loss itself; what the modules gave was not recorded."
         return "is the loss itself: the modules' outputs are finite, so it is born in the loss's own code."
     if place.source == "node":
-        finite = "" if made_of else ", whose incoming gradient is finite"
+        fed = "is finite" if place.is_fed else "was not recorded"
+        finite = "" if made_of else f", whose incoming gradient {fed}"
         return f"is born in {_node(place)}{made_of}{finite}."
     if place.source == "bucket":
         return _in_reduction(place, largest_sum)
     gradient = f"the {place.source} gradient of {place.parameter_fqn}"
     if place.source == "local":
         return f"is in {gradient}: it is born where the gradient is accumulated."
+    if not place.is_fed:
+        where, fed = _UNFED.get(place.source, _UNFED["after"])
+        return f"is in {where.format(gradient=gradient, name=place.parameter_fqn)}; {fed} not recorded."
     if place.source == "reduced":
         return f"is in {gradient}, although the local gradients are finite: it is born in the reduction."
     if place.source == "final":
@@ -133,6 +150,11 @@ def _born(place: Birthplace, made_of: str, largest_sum: float | None) -> str:
 
 
 def _in_reduction(place: Birthplace, largest_sum: float | None) -> str:
+    if not place.is_fed:
+        return (
+            f"is in what came out of the reduction of bucket {place.bucket_index}; what the ranks put in was not "
+            "recorded."
+        )
     said = (
         f"is born in the reduction of bucket {place.bucket_index} by {hook_phrase(place.hook_name)}: "
         "the ranks' buckets are finite, what came out is not"

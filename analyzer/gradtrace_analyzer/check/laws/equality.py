@@ -327,7 +327,13 @@ def _gradients_apart(evidence: Evidence, replica: Replica, point: str) -> Violat
         touched = _changed_after(evidence, replica, fqn, backward, moment)
         odd = odd or (touched if len(touched) < len(everyone) else ())
         where = f" on {ranks_phrase(odd)}" if odd else ""
+        [(seen,)] = evidence.rows(
+            "SELECT count(*) FROM gradient_groups WHERE replica = ? AND step = ? AND parameter_fqn = ? "
+            "AND point = 'reduced'",
+            [replica.number, step, fqn],
+        )
         why = f" The reduced gradients are equal: it was changed{where} between backward() and the optimizer's step."
+        why = why if seen else ""
     count = sum(row[0] == step for row in broken)
     others = f" (and of {counted(count - 1, 'more parameter')})" if count > 1 else ""
     return gradients_equal.violation(

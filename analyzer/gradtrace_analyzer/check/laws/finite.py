@@ -13,6 +13,7 @@ from typing import Any, Literal
 from gradtrace_analyzer.check.evidence import Evidence
 from gradtrace_analyzer.check.law import Findings, Severity, Violation, law, outcome
 from gradtrace_analyzer.check.laws.birthplaces import Birthplace, birth_sentence
+from gradtrace_analyzer.check.laws.predecessors import is_fed
 from gradtrace_analyzer.sql.pipelines import action_around
 from gradtrace_analyzer.words.numbers import ranks_phrase
 
@@ -319,6 +320,7 @@ def _birth(evidence: Evidence, same: Sequence[tuple[_Chosen, Birthplace]]) -> Vi
     chosen, place = same[0]
     if place.source == "module":
         place = replace(place, infinite_parameter=_infinite_parameter(evidence, place))
+    place = replace(place, is_fed=is_fed(evidence, place))
     ranks = tuple(sorted(p.rank for _, p in same))
     most = _largest_sum(evidence, place) if place.source == "bucket" else None
     return values_finite.violation(

@@ -86,8 +86,12 @@ class ModelNames:
 
     @cached_property
     def names(self) -> dict[str, set[tuple[str, str]]]:
-        """By side, (kind, name) of the modules and parameters."""
-        return {side: _names(self._connection, side) for side in SIDES}
+        """By side, (kind, name) of the modules and parameters. What one side has none of was not recorded there: of
+        that kind no name is of one side alone."""
+        names = {side: _names(self._connection, side) for side in SIDES}
+        kinds = [{kind for kind, _ in own} for own in names.values()]
+        both = kinds[0] & kinds[1]
+        return {side: {name for name in own if name[0] in both} for side, own in names.items()}
 
     @cached_property
     def compiled(self) -> dict[str, tuple[str, ...]]:

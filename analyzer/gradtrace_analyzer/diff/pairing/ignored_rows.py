@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import duckdb
 
 from gradtrace_analyzer.diff.links import LINK_TABLES
-from gradtrace_analyzer.words.nouns import other_side
+from gradtrace_analyzer.words.nouns import SIDES, other_side
 
 
 def ignore_rows(
@@ -31,6 +31,13 @@ def ignore_rows(
         "WHERE o.side = d.only_in AND o.rank = d.rank AND o.step = d.step "
         "AND o.backward_index = d.key_backward_index)"
     )
+    # A side that holds no parameter at all did not record them: the other's are no other model.
+    for side in SIDES:
+        some = f"SELECT 1 FROM {side}.parameters SEMI JOIN common USING (rank, step) LIMIT 1"
+        if connection.execute(some).fetchone() is None:
+            connection.execute(
+                "DELETE FROM differing_parameters WHERE only_in = ?", [other_side(side)]
+            )
     for table in LINK_TABLES:
         name = f"differing_{table.table}"
         if not unmatched:

@@ -8,7 +8,7 @@ import pytest
 
 from gradtrace_analyzer.check.laws.finite import values_finite
 from support.synthetic_runs.builder import summary_columns
-from support.synthetic_runs.data_parallel import Job, Rows, checked, edit, findings, laws
+from support.synthetic_runs.data_parallel import Job, Rows, checked, edit, findings, laws, remove
 from support.synthetic_runs.pipeline import handed, pipeline, row_of
 
 NAN, INF = {"nan_count": 2}, {"inf_count": 3}
@@ -188,6 +188,28 @@ def test_each_point_of_a_parameter_has_its_sentence(
     edit(rows, table, {"step": 1, "point": point, "parameter_fqn": "head.bias"}, **NAN)
     [found] = births(checked(tmp_path, rows, rank_count=1))
     assert said in found["explanation"] and found["parameter_fqn"] == "head.bias"
+
+
+@pytest.mark.parametrize(
+    ("table", "point", "gone", "said"),
+    [
+        ("gradients", "reduced", ("gradients", "local"), "; the local gradients were not recorded."),
+        ("gradients", "final", ("gradients", "local"), None),  # the reduced one is there
+        ("parameters", "after", ("gradients", "final"), "; its gradient was not recorded."),
+        ("parameters", "before", ("parameters", "after"), "; what the last step left was not recorded."),
+    ],
+)  # fmt: skip
+def test_nothing_is_said_to_be_finite_that_was_not_recorded(
+    tmp_path: Path, table: str, point: str, gone: tuple[str, str], said: str | None
+) -> None:
+    rows = Job(1).made()
+    edit(rows, table, {"step": 1, "point": point, "parameter_fqn": "head.bias"}, **NAN)
+    remove(rows, gone[0], point=gone[1])
+    [found] = births(checked(tmp_path, rows, rank_count=1))
+    if said is None:
+        assert "although it was finite after the backward pass" in found["explanation"]
+    else:
+        assert found["explanation"].endswith(said) and "finite" not in found["explanation"]
 
 
 def test_mask_that_stays_in_the_forward_pass_is_a_warning(tmp_path: Path) -> None:

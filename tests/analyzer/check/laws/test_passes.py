@@ -330,3 +330,12 @@ def test_bucket_that_was_not_launched_has_its_place(tmp_path: Path) -> None:
     assert (v.law, v.severity, v.step, v.rank) == (buckets_launched, "warning", 1, 1)
     assert (v.ranks, v.group, v.backward_index, v.microbatch) == ((1,), "0", 0, 0)
     assert (v.root, v.module_fqn, v.parameter_fqn, v.count) == (0, "", "body.weight", 1)
+
+
+def test_reductions_that_nobody_saw_are_the_reason_where_buckets_are_not_judged(
+    tmp_path: Path,
+) -> None:
+    rows = Job().made()
+    edit(rows, "groups", {}, unobserved="an old torch")
+    found = findings(tmp_path, buckets_launched, rows)
+    assert found.not_judged == "the reductions were not recorded: an old torch"

@@ -23,7 +23,8 @@ Names = dict[str, str]
 def side(
     modules: Names, parameters: tuple[str, ...] = (), steps: int = 2, **more: list[Row]
 ) -> Rows:
-    """Modules by name with their classes, and parameters, in some steps of one rank."""
+    """Modules by name with their classes, and parameters, in some steps of one rank; each side has one of its own, so
+    that its parameters were recorded."""
     calls = [
         {
             "step": s,
@@ -39,7 +40,7 @@ def side(
     values = [
         {"step": s, "root": 0, "parameter_fqn": name, "point": "before"}
         for s in range(steps)
-        for name in parameters
+        for name in ("scale", *parameters)
     ]
     return {"module_calls": calls, "parameters": values, **more}
 
@@ -206,3 +207,9 @@ def test_entry_is_told_to_programs_with_all_it_has() -> None:
     assert set(told) == set(vars(entry))
     assert (told["holds"], told["ranks"], told["is_code"]) == ({"modules": 2}, [0, 3], True)
     assert as_object(OneSided("pass", "p", "baseline"))["holds"] is None
+
+
+def test_parameters_that_one_side_did_not_record_are_no_other_model() -> None:
+    other = {**side(PLAIN), "parameters": []}
+    for a, b in ((side(PLAIN, ("w",)), other), (other, side(PLAIN, ("w",)))):
+        assert not structure(a, b).has_parameters

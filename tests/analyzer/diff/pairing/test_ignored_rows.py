@@ -95,3 +95,18 @@ def test_what_is_missing_at_the_torn_end_of_a_side_is_no_difference(
     ignore_rows(pairs, ends, unmatched=True)
     assert left(pairs, "node_events", "rank, step") == kept
     pairs.execute("ROLLBACK")
+
+
+@pytest.mark.parametrize(("has_any", "count"), [(False, 0), (True, 1)])
+def test_parameters_of_a_side_are_alone_where_the_other_recorded_some(
+    has_any: bool, count: int
+) -> None:
+    def weight(name: str) -> Row:
+        return {"root": 0, "parameter_fqn": name, "point": "before", **summary_columns([1.0])}
+
+    steps = [{"step": 0}]
+    other: Rows = {"steps": steps, "parameters": [weight("a")] if has_any else []}
+    connection = paired({"steps": steps, "parameters": [weight("a"), weight("b")]}, other)
+    ignore_rows(connection, {}, unmatched=True)
+    query = "SELECT count(*) FROM differing_parameters WHERE only_in IS NOT NULL"
+    assert connection.execute(query).fetchall() == [(count,)]
