@@ -37,7 +37,10 @@ class _Stamp:
     values: tuple[int, ...] | None
 
     def differs(self, later: _Stamp) -> bool:
-        """Whether the tensors changed. Where they only lie elsewhere, their values decide."""
+        """Whether the tensors changed. Where they only lie elsewhere, their values decide; where there are others
+        (a module was added, or frozen), that is no update."""
+        if len(self.versions) != len(later.versions):
+            return False
         if self.places == later.places:
             return self.versions != later.versions or self.values != later.values
         return self.values is None or self.values != later.values
