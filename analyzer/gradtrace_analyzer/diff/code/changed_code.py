@@ -53,11 +53,14 @@ by_rank AS (
     FROM marked m ANTI JOIN other_passes USING (rank, step) JOIN seen_steps USING (rank)
     WHERE NOT is_lone AND of_table IN ('node_events', 'module_calls') AND parameter_fqn IS NULL GROUP BY ALL
 ),
+counted AS (
+    SELECT of_table, only_in, module_fqn, node_name, phase, bool_and(is_constant) AS is_constant, count(*) AS rank_count
+    FROM by_rank GROUP BY ALL
+),
 everywhere AS (
-    SELECT of_table, only_in, module_fqn, node_name, phase FROM by_rank b GROUP BY ALL
-    HAVING bool_and(is_constant) AND count(*) >= coalesce(nullif(
-        (SELECT count(*) FROM callers c WHERE c.module_fqn = any_value(b.module_fqn)), 0),
-        (SELECT count(*) FROM seen_steps))
+    SELECT of_table, only_in, module_fqn, node_name, phase FROM counted n
+    WHERE is_constant AND rank_count >= coalesce(nullif(
+        (SELECT count(*) FROM callers c WHERE c.module_fqn = n.module_fqn), 0), (SELECT count(*) FROM seen_steps))
 )
 SELECT DISTINCT m.* FROM marked m LEFT JOIN everywhere e ON e.of_table = m.of_table AND e.only_in = m.only_in
     AND e.module_fqn IS NOT DISTINCT FROM m.module_fqn AND e.node_name IS NOT DISTINCT FROM m.node_name
