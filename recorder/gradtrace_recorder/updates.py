@@ -26,6 +26,7 @@ _MOST_NODES = 2000
 # What moves parameters itself, between passes too.
 _MOVES_PARAMETERS = {"FullyShardedDataParallel", "DeepSpeedEngine"}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_data_address = getattr(torch._C, "_data_address", None) or torch.Tensor.data_ptr
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,10 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    if type(tensor) not in _PLAIN:  # a fake tensor warns when it is asked
-        return 0
+    if type(tensor) not in _PLAIN:
+        return 0  # a fake one warns that it is asked
     try:
-        return tensor.data_ptr()
+        return int(_data_address(tensor))
     except RuntimeError:  # no memory of its own: sparse, or wrapped by a transform
         return 0
 
