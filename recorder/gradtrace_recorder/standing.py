@@ -216,8 +216,15 @@ class Standing:
         ]
         for name, hook, how in wanted:
             register = found(name, None)
-            if register is not None:
-                self._handles.append(register(hook, **how))
+            try:
+                if register is not None:
+                    self._handles.append(register(hook, **how))
+            except (
+                Exception
+            ):  # torch's own lacks a table, which closes the source, and may have kept the hook
+                kept = found(f"{_MODULE}._global_forward_hooks", {})
+                for key in [key for key, one in kept.items() if one is hook]:
+                    del kept[key]
 
     def _job_has_any_global_hook(self) -> bool:
         """What torch asks in order to warn of global hooks on a compiled module: ours end at once there.
