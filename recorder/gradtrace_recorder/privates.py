@@ -90,6 +90,7 @@ PRIVATES = (
     Private("torch.nn.modules.module.register_module_forward_pre_hook", "seeing modules called", (MODULES,)),
     Private("torch.nn.modules.module.register_module_forward_hook", "seeing modules return", (MODULES,),
             probes.module_hook_arguments),
+    Private("torch.nn.modules.module._global_forward_hooks", "leaving no hook behind", (MODULES,)),
     Private("torch.nn.modules.module._global_forward_hooks_with_kwargs", "leaving no hook behind", (MODULES,)),
     Private("torch.nn.modules.module._has_any_global_hook", "keeping torch.compile from warning of our hooks"),
     Private("torch.nn.Module._call_impl", "knowing which calls of modules still run", (MODULES,), probes.module_calls),

@@ -234,8 +234,15 @@ class Standing:
         ]
         for name, hook, how in wanted:
             register = found(name, None)
-            if register is not None:
-                self._handles.append(register(hook, **how))
+            try:
+                if register is not None:
+                    self._handles.append(register(hook, **how))
+            except (
+                Exception
+            ):  # torch's own lacks a table, which closes the source, and may have kept the hook
+                kept = found(f"{_MODULE}._global_forward_hooks", {})
+                for key in [key for key, one in kept.items() if one is hook]:
+                    del kept[key]
 
     def _see_what_is_traced(self) -> None:
         """Of a module without hooks `torch.export` traces `forward` alone, and can do no more: so where ours are the
