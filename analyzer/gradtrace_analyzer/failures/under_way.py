@@ -52,7 +52,7 @@ class StageAction:
                 f"waiting until {what} {of} have gone from {stage} to stage {self.other_stage}"
                 f"{_held_by(self.for_ranks)}"
             )
-        return f"in {stage}'s {HALF_WORDS[PHASES[self.kind]]} {of}"
+        return f"in {stage}'s {HALF_WORDS.get(PHASES.get(self.kind, ''), self.kind)} {of}"
 
 
 # The one that began last: an action begins when the wait before it is over.

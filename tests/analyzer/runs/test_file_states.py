@@ -44,7 +44,7 @@ def prefix() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_every_command_answers_or_says_why_not_in_every_state(tmp_path: Path) -> None:
-    states = 5 * 22
+    states = 3 * 22
     done = subprocess.run(
         [*prefix(), sys.executable, file_states.__file__, "200", "24", str(states)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},

@@ -85,7 +85,9 @@ class States:
         inside = sorted(place.rglob("*"))
         if kind == "json of other types":
             inside = [path for path in inside if path.suffix == ".json"]
-        path = self.draw.choice([*inside, place] if self.draw.random() < 0.1 else inside)
+        elif self.draw.random() < 0.1:
+            inside = [place]
+        path = self.draw.choice(inside)
         self.states[kind](path)
         return place, f"{name}: {path.relative_to(self.folder)}: {kind}"
 
