@@ -54,6 +54,15 @@ def test_parameter_whose_storage_is_freed_is_not_read(tmp_path: Path) -> None:
     assert "freed storage" in unsummarised
 
 
+def test_view_beyond_the_end_of_its_storage_is_not_read(tmp_path: Path) -> None:
+    short = torch.randn(4096, 64)[8:]
+    short.untyped_storage().resize_(64)
+    with recording(tmp_path / "run"):
+        nn.Identity()(short)
+    ((unsummarised,),) = rows(tmp_path / "run", "SELECT unsummarised FROM ranks")
+    assert "freed storage" in unsummarised
+
+
 @pytest.mark.parametrize(
     "value",
     [

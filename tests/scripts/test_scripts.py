@@ -111,7 +111,7 @@ def reference(folder: Path) -> None:
 
 
 TORCHS_TESTS = """
-import sys, unittest, torch
+import os, sys, unittest, torch
 class TestSmall(unittest.TestCase):
     def test_trains(self):
         torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
@@ -120,6 +120,8 @@ class TestSmall(unittest.TestCase):
     def test_sees_us(self):
         self.test_trains()
         self.assertNotIn("gradtrace_recorder.session", sys.modules)
+    def test_vanishes(self):
+        if "gradtrace_recorder" in sys.modules: os._exit(3)
     @unittest.skip("as torch does")
     def test_skipped(self): pass
 """
@@ -134,11 +136,24 @@ def torch_tests(folder: Path) -> None:
         "test_small.py: 2 passed, 1 skipped; 1 differ",
         "  TestSmall::test_counts_hooks: bare passed, python failed "
         "(it may: it counts or replaces torch's global hooks, of which some are ours)",
+        "in all: 3 compared, 2 the same, 1 may differ, 5 Node events (python)",
     ]
     assert ran(*asked, "sees", code=1).splitlines() == [
         "test_small.py: 1 passed; 1 differ",
         "  TestSmall::test_sees_us: bare passed, python failed",
+        "in all: 1 compared, 1 differ, 5 Node events (python)",
     ]
+    # A process that dies ends the file: what every way came to before is compared, and the file is no success.
+    assert ran(*asked, "trains or vanishes", code=1).splitlines() == [
+        "test_small.py: 1 passed; 0 differ",
+        "  python: exit status 3: test_small.py::TestSmall::test_vanishes",
+        "in all: 1 compared, 1 the same",
+    ]
+    # A file whose tests cannot be collected would look as if all was well.
+    (folder / "test" / "test_small.py").write_text("import not_there")
+    told = ran(*asked, "trains", code=1).splitlines()
+    assert told[0] == "test_small.py: no tests; 0 differ"
+    assert told[1].startswith("  bare: exit status 2: ")
 
 
 def its_tests(folder: Path) -> None:

@@ -156,6 +156,22 @@ print(len(calls) > 1, gc.isenabled(), warnings.filters == filters)
 net.zero_grad(); net(x).sum().backward(); print(bits(net))
 """
 
+LAYOUTS = """
+class Lays(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, strides): ctx.strides = strides; return x.clone()
+    @staticmethod
+    def backward(ctx, g): return torch.empty_strided(g.shape, ctx.strides).fill_(1), None
+net = small()
+for shape, strides in (((0, 1), (1, 0)), ((3, 1), (1, 0)), ((1, 1), (5, 0)), ((2, 3), (1, 2))):
+    leaf = torch.ones(shape, requires_grad=True)
+    kept = leaf * 2
+    kept.register_hook(lambda g: print(g.stride()))
+    sum(Lays.apply(kept, strides) for _ in range(3)).sum().backward()  # added up in place, in the first one's layout
+    print(leaf.grad.stride())
+net(x).sum().backward(); print(bits(net))
+"""
+
 DESTROYED = """
 import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -235,6 +251,7 @@ EDGES: list[Any] = [
     pytest.param(OWN_NAMES, 0, id="names of torch's of the job's own"),
     pytest.param(LARGE, 0, id="numbers near the largest"),
     pytest.param(THREADS, 0, id="threads are counted and profiled"),
+    pytest.param(LAYOUTS, 0, id="gradients that are added up in place"),
     pytest.param(DESTROYED, 0, id="process group is gone before the pass"),
     pytest.param(OTHERS, 0, id="engine of the job's own, alarms, no collector"),
 ]

@@ -336,12 +336,20 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
-    """Whether its storage is smaller than what it spans: resized to nothing, as sharding does to parameters."""
-    size = tensor.untyped_storage().nbytes()
-    if size >= tensor.nbytes + tensor.storage_offset() * tensor.itemsize or not tensor.numel():
+    """Whether its storage is smaller than what it spans: resized to nothing, as sharding does to parameters.
+
+    The storage itself is not asked for: the object that Python has for it then lives as long as it does, is one that
+    uses it, and the engine adds up gradients in place in a storage that nobody else uses. Source:
+    torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace` (2.13).
+    """
+    if not tensor.numel():
         return False
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return size < (tensor.storage_offset() + last + 1) * tensor.itemsize
+    try:
+        with unseen():  # a view that does not fit into its storage is refused
+            tensor.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    except RuntimeError:
+        return True
+    return False
 
 
 def _local_shard(tensor: torch.Tensor) -> torch.Tensor | None:
