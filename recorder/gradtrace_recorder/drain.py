@@ -23,6 +23,7 @@ import pyarrow.compute  # noqa: F401
 
 from gradtrace_recorder.claim import Claim
 from gradtrace_recorder.flight import Flight
+from gradtrace_recorder.forks import is_there
 from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_recorder.summaries.device.join import Joiner
@@ -35,8 +36,8 @@ from gradtrace_schemas.journal_reader import heads, of_table
 # How often the thread says that the process lives, and tries again what failed.
 _BEAT_SECONDS = 1.0
 
-# How long a profiler waits at most for the thread to go: it may be writing.
-_PARK_SECONDS = 0.5
+# How long a profiler or a fork waits at most for the thread to go: it may be writing. How often it looks.
+_PARK_SECONDS, _LOOK_SECONDS = 0.5, 0.0001
 
 # Threads that drain a journal, by ident.
 DRAINING: set[int] = set()
@@ -82,30 +83,47 @@ class Drain:
         self._prepared_to = 0
         self._parks = False
         self._over = threading.Event()
-        self._over.set()
-        self._ident = 0
+        self._changing = threading.Lock()
+        self._thread: object | None = None  # the one that is there and does not end
+        self._ident = self._native_id = 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread is there."""
+        return self._thread is not None
 
     def start(self) -> None:
         """Start the thread; it is there once only.
 
         Not as one of `threading`'s: those the job may count, and may have traced and profiled from their first line.
         """
-        if self._over.is_set():
+        with self._changing:
             self._parks = False
-            self._over.clear()
-            self._ident = _thread.start_new_thread(self._quiet, ())
+            if self._thread is None:
+                self._thread = this = object()
+                self._over.clear()
+                self._native_id = 0
+                try:
+                    self._ident = _thread.start_new_thread(self._quiet, (this,))
+                except RuntimeError:  # no more threads are to be had
+                    self._thread = None
+                    self._over.set()
+                    raise
 
     def park(self) -> None:
         """End the thread for now. It goes on with `start`, or when there is to be no more.
 
-        torch.profiler looks at the threads that there are when it begins, and shows the stacks of each.
+        torch.profiler looks at the threads that there are when it begins, and shows the stacks of each. Python's
+        `os.fork` counts them. It is waited for, but not for long: it may be writing.
         """
         self._parks = True
         self._journal.half_is_full.set()
         until = time.monotonic() + _PARK_SECONDS
-        # It is gone when Python has forgotten its frames: a moment after it has said so.
-        while self._ident in sys._current_frames() and time.monotonic() < until:
-            time.sleep(0.0002)
+        # It is gone when Python has forgotten its frames, and the system its number: a moment after it has said so.
+        while (
+            not self._native_id or self._ident in sys._current_frames() or is_there(self._native_id)
+        ) and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
 
     def finish(self, timeout: float) -> bool:
         """Drain all that is left; whether that was done within `timeout` seconds."""
@@ -115,8 +133,10 @@ class Drain:
         self._journal.half_is_full.set()
         return self._over.wait(timeout) and not self._failed
 
-    def _quiet(self) -> None:
-        own = threading.get_ident()
+    def _quiet(self, this: object) -> None:
+        with self._changing:
+            own = threading.get_ident()  # whoever started it has said which it is
+        self._native_id = threading.get_native_id()
         DRAINING.add(own)
         try:
             # Of numbers that are too large numpy would warn on the job's stderr, or raise, as the job wants of its own.
@@ -124,7 +144,18 @@ class Drain:
                 self._run()
         finally:
             DRAINING.discard(own)
-            self._over.set()
+            with self._changing:
+                if self._thread is this:
+                    self._thread = None
+                    self._over.set()
+
+    def _is_to_go(self) -> bool:
+        """Whether the thread parks: another may be started from here on."""
+        with self._changing:
+            if not self._parks or self._ending.is_set():
+                return False
+            self._thread = None
+            return True
 
     def _run(self) -> None:
         while not (self._ending.is_set() or self._parks) and self._journal.map_ahead():
@@ -135,7 +166,7 @@ class Drain:
             self._journal.beat(time.time_ns())
             if not is_asked and not self._failed and self._flight is None and self._joiner is None:
                 continue
-            if self._parks and not self._ending.is_set():
+            if self._is_to_go():
                 return  # what made it wake, if not this, will be found when it goes on
             self._journal.half_is_full.clear()
             ending = self._ending.is_set()

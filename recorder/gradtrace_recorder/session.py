@@ -13,11 +13,11 @@ import os
 import sys
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
 from gradtrace_recorder import identity
+from gradtrace_recorder.forks import ARMED, has_other_threads
 from gradtrace_recorder.guard import MOST_INTERRUPTS, Guard, Problems, say
 from gradtrace_recorder.privates import (
     BACKWARD,
@@ -101,7 +101,7 @@ class Session:
             from multiprocessing.util import Finalize
 
             self._finalizer = Finalize(None, self._child_ends, exitpriority=-1000)
-        _armed.add(self)
+        ARMED.add(self)
 
     def stop(self, timeout: float = EXIT_SECONDS) -> None:
         """Remove every hook, drain what is left, close the recording. Calling it again does nothing."""
@@ -112,7 +112,7 @@ class Session:
         atexit.unregister(self.stop)
         if self._finalizer is not None:
             self._finalizer.cancel()
-        _armed.discard(self)
+        ARMED.discard(self)
         live, self._live = self._live, None
         recording = self.gate.recording
         self.gate.shut()
@@ -183,6 +183,19 @@ class Session:
                 self.gate.try_again()
             raise
 
+    def before_fork(self) -> None:
+        """On the thread that forks, just before: our thread makes way, unless the job has threads too."""
+        if self._live is not None and self._pid == os.getpid():
+            self._live.make_way()
+
+    def after_fork(self) -> None:
+        """In the parent, just after."""
+        try:
+            if self._live is not None:
+                self._live.go_on()
+        except RuntimeError as error:
+            self.problems.add(f"after a fork nothing is written until the end: {error}")
+
     def forked(self) -> None:
         """In a forked child: a worker of a recording process records nothing, and writes nothing of ours."""
         recording = self.gate.recording
@@ -199,18 +212,6 @@ class Session:
                 f"{self.settings.directory!r}; it is not recorded itself"
             )
         self._pid = os.getpid()
-
-
-# What is registered for forks stays registered for good: so no session is, or it would outlive `stop`.
-_armed: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for session in list(_armed):
-        session.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def _load() -> None:
@@ -326,6 +327,7 @@ class _Live:
                 flight=flight,
             ),
         )
+        self._makes_way = False
         self._drain.start()
         self._seen = SeenFunctions()
         seen: tuple[tuple[Any, Any], ...] = (
@@ -344,6 +346,18 @@ class _Live:
             self.recording.parked = self._go_on
 
         return begins
+
+    def make_way(self) -> None:
+        """End the thread for a fork, where it is the only one besides the thread that forks."""
+        if self._drain.is_running and not has_other_threads(1):
+            self._makes_way = True
+            self._drain.park()
+
+    def go_on(self) -> None:
+        """After a fork."""
+        if self._makes_way:
+            self._makes_way = False
+            self._drain.start()
 
     def _profiler_ended(self, original: Any) -> Any:
         def ended() -> None:

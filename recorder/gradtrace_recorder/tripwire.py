@@ -13,6 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from gradtrace_recorder.dynamo import never_compiled, nothing_of_ours_is_compiled
+from gradtrace_recorder.forks import arrow_without_threads
 from gradtrace_recorder.guard import MOST_INTERRUPTS, say
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.settings import Settings
@@ -63,7 +64,8 @@ class Tripwire:
             self._is_springing = True
             try:
                 # What comes first on other threads waits here meanwhile, and is recorded.
-                from gradtrace_recorder.session import Session
+                with arrow_without_threads():
+                    from gradtrace_recorder.session import Session
 
                 session = Session(self._settings)
                 session.arm()

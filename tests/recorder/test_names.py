@@ -276,6 +276,9 @@ def test_sharding_leaves_no_trace_in_names(generation: int, tmp_path: Path) -> N
     from torch import distributed
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+    if generation == 2 and not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip("fully_shard of this torch (2.6) does not run on a CPU, also bare")
+
     def make() -> Any:
         net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 1)))
         if generation == 2:

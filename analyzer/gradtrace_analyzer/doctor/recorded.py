@@ -139,9 +139,7 @@ def _closed(run: Run, ended: Endings) -> Iterator[Finding]:
     if died := ended.of("died"):
         yield _not_closed(run, died, f"{ranks(died)} died")
     if silent := ended.of("silent"):
-        yield _not_closed(
-            run, silent, f"{ranks(silent)} {verb(silent, 'gives', 'give')} no sign of life"
-        )
+        yield _not_closed(run, silent, f"{ranks(silent)} fell silent")
     if lives := ended.of("running", "stuck", "waits"):
         yield Finding(
             "closed",

@@ -8,8 +8,8 @@ from typing import Any
 from gradtrace_analyzer.doctor.finding import Finding
 from gradtrace_analyzer.words.numbers import bytes_text, spans
 
-# What the tests ran with, as the README has it (the recorder itself knows for torch); the oldest that is accepted.
-TESTED = {"python": ("3.11",), "pyarrow": ("26",), "numpy": ("2",)}
+# What jobs were recorded with in `scripts/matrix` (the recorder itself knows for torch); the oldest that is accepted.
+TESTED = {"python": ("3.10", "3.11", "3.12"), "pyarrow": ("17", "26"), "numpy": ("1", "2")}
 OLDEST = {"python": (3, 10), "torch": (2, 6)}
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p")
 # What NCCL and the workers of a DataLoader ask for, in a container that was given no more: 64 MiB.
@@ -256,7 +256,7 @@ def _native(facts: Facts, python: str) -> Finding:
 def _tested(name: str, version: str, said: str) -> Finding:
     if _is_tested(name, version):
         return Finding(name, "ok", said)
-    return Finding(name, "note", f"{said}; tested with {' and '.join(TESTED[name])}")
+    return Finding(name, "note", f"{said}; tested with {', '.join(TESTED[name])}")
 
 
 def _is_tested(name: str, version: str) -> bool:

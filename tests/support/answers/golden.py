@@ -30,6 +30,7 @@ def masked(text: str) -> str:
         (r"torch \S+, python [\d.]+, gradtrace [\d.]+", "<versions>"),
         (r"(hosts +)\S+", r"\1<host>"),
         (r" +$", ""),
+        (r" -h' for help", " --help' for help"),  # click 8.1 names the short one
         # The last digits depend on the processor's own arithmetic.
         (r"(-?\d\.\d\d)\d*(e[-+]?\d+)", r"\1\2"),
         (r"(-?\d*\.0*[1-9]\d)\d+", r"\1"),
