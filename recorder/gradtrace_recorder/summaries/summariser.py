@@ -347,7 +347,9 @@ def _is_freed(tensor: torch.Tensor) -> bool:
     try:
         with unseen():  # a view that does not fit into its storage is refused
             tensor.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-    except RuntimeError:
+    except RuntimeError as error:
+        if isinstance(error, RecursionError) or is_of_a_signal_handler(error):
+            raise
         return True
     return False
 
