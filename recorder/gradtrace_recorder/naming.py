@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +75,14 @@ class _Place:
         # No weak reference to a tensor: `torch.utils.swap_tensors` refuses one that has any.
         self.module = weakref.ref(module, self._left)
 
-    def _left(self, _: object) -> None:
-        self.gone = threading.get_ident(), _get_sequence_nr()
+    def _left(
+        self,
+        _: object,
+        # By reference: where the job's modules outlive ours at the interpreter's end, the names here are None by then.
+        get_ident: Callable[[], int] = threading.get_ident,
+        get_sequence_nr: Callable[[], int] = _get_sequence_nr,
+    ) -> None:
+        self.gone = get_ident(), get_sequence_nr()
 
 
 class Names:

@@ -248,6 +248,10 @@ def settings_from(environment: Mapping[str, str] = os.environ) -> Settings | Non
             label, directory = in_file
             base = os.path.dirname(file.path)
     if not directory and label == DIRECTORY.variable:
+        if (
+            config and file.remarks
+        ):  # `dir` may be what was meant: as DIR, or in a table that is not looked at
+            raise SettingsError("; ".join(file.remarks))
         return None  # the file leaves it to GRADTRACE_DIR
     for name, variable in _SETTINGS.items():
         if text := environment.get(variable.variable, ""):

@@ -63,7 +63,7 @@ def _parsed(path: str, data: bytes) -> dict[str, Any]:
             ) from error
     try:
         return tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(
             f'{path!r} is no TOML: {error}; texts stand in quotes, as in detail = "params"'
         ) from error

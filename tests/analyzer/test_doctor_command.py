@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from gradtrace_analyzer.doctor.examine import examined
 from gradtrace_analyzer.doctor.finding import Finding, verdict
+from gradtrace_analyzer.doctor.interpreter import Interpreter
 from gradtrace_analyzer.doctor.recorded import recorded
 from gradtrace_analyzer.doctor.surroundings import surroundings
 from gradtrace_analyzer.runs.run import open_run
@@ -193,3 +195,24 @@ def test_ranks_that_were_not_asked_for_are_not_missing(tmp_path: Path) -> None:
     assert [one.state for one in recorded(open_run(run)).ranks] == [
         "ended", "not_asked", "ended", "not_asked", "ended", "ended",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("echo '[1, 2]'", "does not tell: what it prints is no answer"),
+        ("echo '{}'", "its gradtrace is of another version"),
+        (
+            r"printf '\377\376'; printf '\377' >&2; exit 3",
+            "does not tell: \N{REPLACEMENT CHARACTER}",
+        ),
+    ],
+    ids=["a list", "other facts", "bytes"],
+)
+def test_python_that_tells_something_else_is_told(tmp_path: Path, answer: str, said: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo here; else {answer}; fi\n')
+    python.chmod(0o755)
+    examination = examined(Interpreter(str(python)), with_trial=False)
+    assert verdict(examination.findings) == "unknown"
+    assert said in examination.findings[0].said

@@ -47,6 +47,13 @@ def test_file_without_a_directory_switches_nothing_on(tmp_path: Path) -> None:
     assert settings_from({"GRADTRACE_CONFIG": str(tmp_path / "x.toml")}) is None
 
 
+@pytest.mark.parametrize("text", ['DIR = "/a"\n', '[tool.gradtrace]\ndir = "/a"\n'])
+def test_file_that_means_a_directory_and_names_none_is_told(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(SettingsError, match="is no setting, and not used"):
+        settings_from({"GRADTRACE_CONFIG": str(tmp_path / "x.toml")})
+
+
 def test_pyproject_of_the_directory_is_not_read_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

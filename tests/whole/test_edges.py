@@ -182,6 +182,26 @@ loss.backward()
 print(bits(net))
 """
 
+FROZEN = """
+import gc
+def trained():
+    net = small(); net(x).sum().backward(); print(bits(net)); return net
+kept = trained()
+gc.freeze()  # the job's module, and the model in it, outlive ours at the interpreter's end
+"""
+
+TRAINERS = """
+def work(net, xs):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for one in xs:
+        optimizer.zero_grad(); net(one).square().mean().backward(); optimizer.step()
+nets = [small() for _ in range(4)]
+threads = [threading.Thread(target=work, args=(net, torch.randn(60, 4, 4))) for net in nets]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(*map(bits, nets))
+"""
+
 FRAMES = """
 net = small()
 def down(n, function): return function() if n == 0 else down(n - 1, function)
@@ -252,6 +272,8 @@ EDGES: list[Any] = [
     pytest.param(LARGE, 0, id="numbers near the largest"),
     pytest.param(THREADS, 0, id="threads are counted and profiled"),
     pytest.param(LAYOUTS, 0, id="gradients that are added up in place"),
+    pytest.param(TRAINERS, 0, id="threads that train at once"),
+    pytest.param(FROZEN, 0, id="models outlive the recorder"),
     pytest.param(DESTROYED, 0, id="process group is gone before the pass"),
     pytest.param(OTHERS, 0, id="engine of the job's own, alarms, no collector"),
 ]

@@ -27,7 +27,11 @@ def examined(python: Interpreter, *, with_trial: bool) -> Examined:
     if said.answer is None:
         return Examined((_not_there(python, said.why),), None)
     facts = said.answer
-    findings = list(surroundings(facts, python.path))
+    try:
+        findings = list(surroundings(facts, python.path))
+    except (KeyError, TypeError) as error:
+        why = f"what it tells is not what this analyzer knows ({error}): its gradtrace is of another version"
+        return Examined((Finding("gradtrace", "unknown", f"{python.path}: {why}"),), None)
     trial = None
     if facts["torch"] is not None:
         findings += _self_tests(python)

@@ -64,16 +64,20 @@ class Interpreter:
                 env=environment,
                 capture_output=True,
                 text=True,
+                errors="replace",
                 timeout=_SECONDS,
                 check=False,
             )
         except subprocess.TimeoutExpired:
             return Said(None, f"no answer within {_SECONDS:g} s")
         try:
-            return Said(json.loads(done.stdout))
+            answer = json.loads(done.stdout)
         except ValueError:
             lines = done.stderr.strip().splitlines()
             return Said(None, lines[-1] if lines else f"exit status {done.returncode}")
+        if not isinstance(answer, dict):
+            return Said(None, "what it prints is no answer")
+        return Said(answer)
 
 
 def interpreter(path: str) -> Interpreter:
@@ -89,6 +93,7 @@ def interpreter(path: str) -> Interpreter:
             [found, "-c", "print('here')"],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_SECONDS,
             check=False,
         )

@@ -70,6 +70,7 @@ class EngineSource:
         self._native: NativeObserver | None = None
         self._local = _ThreadState()
         self._carried_at: int | None = None
+        self._pass_threads: set[int] = set()
         # Of all threads, by serial: a step that ends on one thread begins backward_index anew for all.
         self._open: dict[int, _OpenPass] = {}
         self._serials = itertools.count()
@@ -309,9 +310,17 @@ class EngineSource:
         return recording.versions.change(nodes[0], culprit.number, culprit.frame, name, text)
 
     def _record_carried(self, recording: Recording, backward_index: int) -> None:
-        """What `.grad` holds when the step's first backward pass begins: usually nothing."""
+        """What `.grad` holds when the step's first backward pass begins: usually nothing.
+
+        Not where several threads train: to ask for a `.grad` that another thread's engine is about to set ends the
+        process, since the engine sets it without the GIL.
+        Source: torch/csrc/autograd/functions/accumulate_grad.h, `AccumulateGrad::accumulateGrad` (2.13).
+        """
         step = recording.timeline.step
-        if self._carried_at == step:
+        self._pass_threads.add(_get_ident())
+        owners = recording.attribution
+        ran_on_several = owners.has_several_threads and not owners.is_of_one_thread
+        if self._carried_at == step or ran_on_several or len(self._pass_threads) > 1:
             return
         self._carried_at = step
         for root, _ in recording.names.roots():
