@@ -18,7 +18,13 @@ from typing import Any
 
 from gradtrace_recorder import identity
 from gradtrace_recorder.forks import ARMED, has_other_threads
-from gradtrace_recorder.guard import MOST_INTERRUPTS, Guard, Problems, say
+from gradtrace_recorder.guard import (
+    MOST_INTERRUPTS,
+    Guard,
+    Problems,
+    is_of_a_signal_handler,
+    say,
+)
 from gradtrace_recorder.privates import (
     BACKWARD,
     DDP,
@@ -137,7 +143,6 @@ class Session:
 
     def _open(self) -> Recording | None:
         from gradtrace_recorder import environment
-        from gradtrace_recorder.claim import NotOurs
         from gradtrace_recorder.greeting import tell_beginning
         from gradtrace_recorder.summaries.summariser import unseen
 
@@ -159,29 +164,33 @@ class Session:
             ranks = who.world_size or who.rank + 1  # as many as are known
             tell_beginning(self._live.recording, claim.run, claim.attempt, who.rank, ranks)
             return self._live.recording
-        except Exception as error:
-            if isinstance(error, NotOurs):
-                say(
-                    f"nothing of this process is recorded into {self.settings.directory!r}: {error}"
-                )
+        except BaseException as error:
+            if isinstance(error, Exception) and not is_of_a_signal_handler(error):
+                self._not_recorded(error)
                 return None
-            self.problems.add(
-                f"nothing is recorded into {self.settings.directory!r}: "
-                f"{_reason(error)}; the job goes on without"
-            )
-            if self.problems.strict:
-                raise
-            return None
-        except BaseException as interrupt:  # the job's, which may go on
-            self._interrupts += 1
+            self._interrupts += 1  # the job's, which may go on
             if begins or self._interrupts > MOST_INTERRUPTS:
                 say(
-                    f"nothing is recorded into {self.settings.directory!r}: {type(interrupt).__name__} came "
+                    f"nothing is recorded into {self.settings.directory!r}: {type(error).__name__} came "
                     "while the recording began"
                 )
             else:
                 self.gate.try_again()
             raise
+
+    def _not_recorded(self, error: Exception) -> None:
+        """Say why nothing is. Raises the error in strict mode."""
+        from gradtrace_recorder.claim import NotOurs
+
+        if isinstance(error, NotOurs):
+            say(f"nothing of this process is recorded into {self.settings.directory!r}: {error}")
+            return
+        self.problems.add(
+            f"nothing is recorded into {self.settings.directory!r}: "
+            f"{_reason(error)}; the job goes on without"
+        )
+        if self.problems.strict:
+            raise error
 
     def before_fork(self) -> None:
         """On the thread that forks, just before: our thread makes way, unless the job has threads too."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradtrace_recorder.dynamo import never_compiled, nothing_of_ours_is_compiled
 from gradtrace_recorder.forks import arrow_without_threads
-from gradtrace_recorder.guard import MOST_INTERRUPTS, say
+from gradtrace_recorder.guard import MOST_INTERRUPTS, is_of_a_signal_handler, say
 from gradtrace_recorder.relays import RELAYS
 from gradtrace_recorder.settings import Settings
 from gradtrace_recorder.stages import STAGES
@@ -70,15 +70,16 @@ class Tripwire:
                 session = Session(self._settings)
                 session.arm()
                 self.session = session
-            except Exception as error:
-                self._clear()
-                say(
-                    f"nothing is recorded: {type(error).__name__}: {error}; the job goes on without"
-                )
-                if self._settings.strict:
-                    raise
-            except BaseException:  # an interrupt, which is the job's: the next event tries again
-                self._interrupts += 1
+            except BaseException as error:
+                if isinstance(error, Exception) and not is_of_a_signal_handler(error):
+                    self._clear()
+                    say(
+                        f"nothing is recorded: {type(error).__name__}: {error}; the job goes on without"
+                    )
+                    if self._settings.strict:
+                        raise
+                    return self.session
+                self._interrupts += 1  # the job's: the next event tries again
                 self._is_springing = not self._is_set or self._interrupts > MOST_INTERRUPTS
                 if self._is_springing:
                     self._clear()

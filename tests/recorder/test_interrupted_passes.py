@@ -54,7 +54,7 @@ def test_interrupt_at_the_beginning_of_a_pass_leaves_nothing_behind(
 EARLY = """
 import signal, sys, torch
 
-class Alarm(BaseException):
+class Alarm(KIND):
     pass
 
 def alarm(*_):
@@ -78,10 +78,15 @@ for _ in range(3):
 """
 
 
-def test_interrupt_while_the_recording_starts_delays_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["BaseException", "Exception"])
+def test_interrupt_while_the_recording_starts_delays_it(tmp_path: Path, kind: str) -> None:
     environment = os.environ | {"GRADTRACE_DIR": str(tmp_path / "run"), "OMP_NUM_THREADS": "1"}
     job = subprocess.run(
-        [sys.executable, "-c", EARLY], env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", EARLY.replace("KIND", kind)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert (job.stdout.split(), job.stderr) == (["interrupted", "fine", "fine"], "")
     assert rows(tmp_path / "run", "SELECT count(*) FROM backward_passes") == [(2,)]
