@@ -128,6 +128,28 @@ def test_directory_that_is_set_after_torch_is_told_at_the_end(
     assert not (tmp_path / "late").exists()
 
 
+@pytest.mark.parametrize(
+    ("variables", "last_lines", "is_told"),
+    [
+        ({"GRADTRACE_DRI": "runs/zz"}, "train()", True),
+        ({"GRADTRACE_DRI": "runs/zz"}, "", False),
+        ({"GRADTRACE_DRI": "runs/zz", "GRADTRACE_DIR": ""}, "train()", False),
+        ({"GRADTRACE_STEPS": "0:2"}, "train()", False),
+    ],
+    ids=["trains", "only starts others", "is off", "has others alone"],
+)
+def test_directory_that_is_misspelt_is_told_at_the_end(
+    variables: dict[str, str], last_lines: str, is_told: bool, tmp_path: Path
+) -> None:
+    lines = stderr_of(NET + last_lines, tmp_path, **variables)
+    said = (
+        "gradtrace: nothing of this process was recorded: GRADTRACE_DRI is no variable of gradtrace's, and not used; "
+        "is GRADTRACE_DIR meant?"
+    )
+    assert lines == ([said] if is_told else [])
+    assert not (tmp_path / "runs").exists()
+
+
 def test_children_of_multiprocessing_record_where_their_parent_was_started(tmp_path: Path) -> None:
     """Also one that has changed its directory by then, as Hydra's jobs do."""
     source = (
@@ -176,7 +198,9 @@ def test_start_ends_with_its_block(tmp_path: Path) -> None:
         1 // 0  # noqa: B018
     assert not bootstrap.is_armed()
     [rank] = (tmp_path / "a" / "ranks").glob("*.json")
-    assert json.loads(rank.read_text())["complete"] is True
+    facts = json.loads(rank.read_text())
+    assert facts["complete"] is True
+    assert facts["uncaught"][0] == "ZeroDivisionError", "it left the block"
     with gradtrace_recorder.start(tmp_path / "b", quiet=True):
         gradtrace_recorder.stop()
         gradtrace_recorder.start(tmp_path / "c", quiet=True)
