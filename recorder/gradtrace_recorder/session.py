@@ -456,7 +456,8 @@ class _Live:
 def _uncaught(raised: BaseException | None) -> list[str] | None:
     """Type and text of the exception that ends the process: Python has said it before `atexit` runs.
 
-    In a child of multiprocessing, and where it left the block of `start`, it is `raised`, or what torch made an exit of.
+    In a child of multiprocessing it is `raised`, or what torch made an exit of; it is, too, where it left the block of
+    `start`.
     Source: torch/multiprocessing/spawn.py, `_wrap` (2.13).
     """
     if isinstance(raised, SystemExit):
