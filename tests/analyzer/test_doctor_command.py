@@ -19,6 +19,7 @@ from gradtrace_analyzer.doctor.recorded import recorded
 from gradtrace_analyzer.doctor.surroundings import surroundings
 from gradtrace_analyzer.reports.doctor import explanation
 from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.sql.inventory import inventory
 from support.answers.commands import asked
 from support.environment.small_disk import small_disk
 from support.synthetic_runs.builder import build_run
@@ -189,6 +190,13 @@ def test_what_a_rank_lost_or_left_out_is_told(
     run = build_run(tmp_path / "a", {"steps": [{}, {"step": 1}]}, rank_facts=facts)
     [finding] = [f for f in recorded(open_run(run)).findings if f.mark != "ok"]
     assert (finding.mark, finding.name) == (mark, name) and said in finding.said
+
+
+def test_passes_whose_nodes_were_not_asked_for_are_no_loss(tmp_path: Path) -> None:
+    passes = {"Nodes are not recorded": 3, "a mode": 2}
+    observer = {"kind": "native", "python_passes": passes}
+    run = build_run(tmp_path / "a", {"steps": [{}]}, rank_facts={"observer": observer})
+    assert inventory(open_run(run)).left_to_python == {"a mode": 2}
 
 
 def test_ranks_that_were_not_asked_for_are_not_missing(tmp_path: Path) -> None:
