@@ -44,11 +44,12 @@ class Started:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        stop_session(only=self._tripwire)
+        stop_session(only=self._tripwire, raised=error)
 
 
 def start(directory: str | os.PathLike[str], **settings: str | bool | int) -> Started:
     """Record into `directory` from the next event on, until `stop` or the end of the block: `with start("runs/a"):`.
+    An exception that leaves the block is kept as what ended the job.
 
     Settings are named like the variables, in lower case and without GRADTRACE_: `detail="params"`. No variable and no
     settings file is read. A relative `directory` begins in the one in which the process was started.

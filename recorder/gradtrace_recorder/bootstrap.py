@@ -3,7 +3,7 @@
 It runs wherever torch is imported, launchers and data workers included: idempotent, silent, standard library
 only while GRADTRACE_DIR and GRADTRACE_CONFIG are unset, and it never raises, since an exception here would break
 `import torch`. While they are unset it leaves one thing behind: a look, at the process's end, whether they were set too
-late.
+late, or misspelt.
 """
 
 from __future__ import annotations
@@ -50,29 +50,45 @@ def _switched_on_by() -> str | None:
 
 
 def _look_at_the_end() -> None:
-    """A job that sets its GRADTRACE_DIR after it has imported torch is not recorded: it is told so when it ends."""
+    """A job whose GRADTRACE_DIR is set after it has imported torch, or misspelt, is told when it ends: not recorded."""
     global _looks_at_end
     if not _looks_at_end:
         _looks_at_end = True
-        atexit.register(_tell_if_set_too_late, os.getpid())
+        atexit.register(_tell_if_in_vain, os.getpid())
 
 
-def _tell_if_set_too_late(pid: int) -> None:
+def _tell_if_in_vain(pid: int) -> None:
     """A process that only starts others is not told: none of its own operations was to be differentiated."""
-    name = _switched_on_by()
-    if name is None or os.getpid() != pid or not _looks_at_end:
+    if os.getpid() != pid or not _looks_at_end:
         return
     try:
+        name = _switched_on_by()
+        if name is None and not _may_be_misspelt():
+            return
         import torch
 
         if not torch._C._autograd._get_sequence_nr():
             return
-        _say(
-            f"nothing of this process was recorded: {name} was set after torch had been imported; set it before Python "
-            "starts, or before the import, or call gradtrace_recorder.start()"
-        )
+        if name is not None:
+            _say(
+                f"nothing of this process was recorded: {name} was set after torch had been imported; set it before "
+                "Python starts, or before the import, or call gradtrace_recorder.start()"
+            )
+            return
+        from gradtrace_recorder.settings import unknown_variables
+
+        for sentence in unknown_variables(os.environ):
+            _say(f"nothing of this process was recorded: {sentence}")
+            return  # one line is enough
     except Exception:  # torch may be half gone by now
         return
+
+
+def _may_be_misspelt() -> bool:
+    """Whether any variable begins as ours do. One of the two that is there and empty says: off."""
+    return not {"GRADTRACE_DIR", "GRADTRACE_CONFIG"} & set(os.environ) and any(
+        name.upper().startswith("GRADTRACE") for name in os.environ
+    )
 
 
 def start_session(settings: Settings) -> Tripwire:
@@ -97,14 +113,17 @@ def start_session(settings: Settings) -> Tripwire:
     return tripwire
 
 
-def stop_session(only: Tripwire | None = None) -> None:
-    """Close the recording and remove every hook. Does nothing where none is armed, or another than `only`."""
+def stop_session(only: Tripwire | None = None, raised: BaseException | None = None) -> None:
+    """Close the recording and remove every hook. Does nothing where none is armed, or another than `only`.
+
+    `raised` is the exception that ends the recording.
+    """
     global _armed
     if only is not None and only is not _armed:
         return
     tripwire, _armed = _armed, None
     if tripwire is not None:
-        tripwire.stop(timeout=60.0)
+        tripwire.stop(60.0, raised)
 
 
 def is_armed() -> bool:

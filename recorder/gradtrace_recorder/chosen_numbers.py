@@ -29,12 +29,23 @@ class Numbers:
         """Each part as a Python slice: `0:10:1`."""
         return [f"{s.start}:{'' if s.stop is None else s.stop}:{s.step}" for s in self.slices]
 
+    def as_text(self) -> str:
+        """All parts as a person writes them: `7,0:10,50:,::3`."""
+        return ",".join(map(_text, self.slices))
+
     def as_spans(self) -> list[str]:
         """Each part with a dash, `8-15`, but for those that have a stride or no end: these as slices."""
         return [
             f"{s.start}-{s.stop - 1}" if s.step == 1 and s.stop is not None else as_slice
             for s, as_slice in zip(self.slices, self.as_slices(), strict=True)
         ]
+
+
+def _text(part: slice) -> str:
+    if part.step == 1 and part.stop == part.start + 1:
+        return str(part.start)
+    ends = f"{part.start or ''}:{'' if part.stop is None else part.stop}"
+    return ends if part.step == 1 else f"{ends}:{part.step}"
 
 
 def numbers_of(text: str) -> Numbers:

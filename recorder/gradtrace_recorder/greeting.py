@@ -13,7 +13,7 @@ from gradtrace_recorder.guard import say
 from gradtrace_recorder.observers.native.choice import why_python
 from gradtrace_recorder.recording import Recording
 from gradtrace_recorder.settings import Settings
-from gradtrace_recorder.unmatched import Globs
+from gradtrace_recorder.unmatched import Globs, Steps
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ COSTS = {
 def tell_beginning(
     recording: Recording, run: Path, attempt: int, rank: int, world_size: int
 ) -> None:
-    """Say the line, and what was given in vain: variables now, globs at the first step's end."""
+    """Say the line, and what was given in vain: variables now, globs at the first step's end, steps
+    at the recording's."""
     settings = recording.settings
     if not speaks(settings, rank, world_size):
         return
@@ -49,6 +50,10 @@ def tell_beginning(
         recording.problems.add(remark)
     if settings.modules or settings.replay is not None:
         recording.timeline.at_end.append(Globs(recording).look)
+    if settings.steps.slices:
+        steps = Steps(recording)
+        recording.timeline.at_end.append(steps.step_ended)
+        recording.timeline.at_finish.append(steps.look)
 
 
 def speaks(settings: Settings, rank: int, world_size: int) -> bool:

@@ -82,7 +82,6 @@ class Session:
         self._interrupts = 0
         self._pid = os.getpid()
         self._finalizer: Any = None
-        self._raised: BaseException | None = None
 
     def arm(self) -> None:
         """Put the hooks in place. Nothing is written before one of them is called.
@@ -109,8 +108,11 @@ class Session:
             self._finalizer = Finalize(None, self._child_ends, exitpriority=-1000)
         ARMED.add(self)
 
-    def stop(self, timeout: float = EXIT_SECONDS) -> None:
-        """Remove every hook, drain what is left, close the recording. Calling it again does nothing."""
+    def stop(self, timeout: float = EXIT_SECONDS, raised: BaseException | None = None) -> None:
+        """Remove every hook, drain what is left, close the recording. Calling it again does nothing.
+
+        `raised` is the exception that ends it, where Python has not said it.
+        """
         if os.getpid() == self._pid:
             self._ddp.finish()
         for source in self._sources:
@@ -124,7 +126,7 @@ class Session:
         self.gate.shut()
         if live is not None and recording is not None and os.getpid() == self._pid:
             try:
-                live.close(recording, timeout, self._raised)
+                live.close(recording, timeout, raised)
             except Exception as error:
                 self.problems.add(
                     f"could not close the recording: {type(error).__name__}: {error}; "
@@ -135,11 +137,7 @@ class Session:
 
     def _child_ends(self) -> None:
         """The end of a child of multiprocessing, healthy or by an exception: that is on its way just then."""
-        self._raised = sys.exc_info()[1]
-        try:
-            self.stop()
-        finally:
-            self._raised = None
+        self.stop(raised=sys.exc_info()[1])
 
     def _open(self) -> Recording | None:
         from gradtrace_recorder import environment
@@ -384,7 +382,7 @@ class _Live:
     ) -> None:
         """Write the last step, drain the journal, say whether that is complete, and let go of the journal.
 
-        `raised` is the exception that ends the process, where Python has not said it.
+        `raised` is the exception that ends the recording, where Python has not said it.
         """
         if recording.timeline.is_by_parameters:
             recording.updates.look()
@@ -467,12 +465,13 @@ class _Live:
 def _uncaught(raised: BaseException | None) -> list[str] | None:
     """Type and text of the exception that ends the process: Python has said it before `atexit` runs.
 
-    In a child of multiprocessing it is `raised`, or what torch made an exit of.
+    In a child of multiprocessing it is `raised`, or what torch made an exit of; it is, too, where it left the block of
+    `start`.
     Source: torch/multiprocessing/spawn.py, `_wrap` (2.13).
     """
     if isinstance(raised, SystemExit):
         raised = raised.__context__ if raised.code else None
-    error = raised or getattr(sys, "last_value", None)
+    error = getattr(sys, "last_value", None) if raised is None else raised
     return None if error is None else [type(error).__name__, str(error)[:4000]]
 
 

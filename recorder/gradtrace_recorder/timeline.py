@@ -37,7 +37,8 @@ class StepTotals:
 
 
 class Timeline:
-    """The recording's counters. `at_begin` and `at_end` are called when a step begins and is over."""
+    """The recording's counters. `at_begin` and `at_end` are called when a step begins and is over, `at_finish` when
+    the recording ends."""
 
     def __init__(self, steps: Numbers, first_step: int, zero_ns: int) -> None:
         self.step = first_step
@@ -46,6 +47,7 @@ class Timeline:
         self.paused = False
         self.at_begin: list[Callable[[], None]] = []
         self.at_end: list[Callable[[], None]] = []
+        self.at_finish: list[Callable[[], None]] = []
         self._steps = steps
         self._is_every_step = not steps.slices
         self.zero_ns = zero_ns
@@ -190,6 +192,8 @@ class Timeline:
         """The recording ends: the current step is over, as far as it got."""
         if self._begun:
             self._end()
+        for call in self.at_finish:
+            call()
 
     def _advance(self, step: int) -> None:
         with self._lock:

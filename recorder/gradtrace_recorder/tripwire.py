@@ -104,12 +104,12 @@ class Tripwire:
                 "left (sys.setrecursionlimit)"
             )
 
-    def stop(self, timeout: float) -> None:
-        """Remove every hook; close the recording where there is one."""
+    def stop(self, timeout: float, raised: BaseException | None = None) -> None:
+        """Remove every hook; close the recording where there is one, as ended by `raised`."""
         self._clear()
         session, self.session = self.session, None
         if session is not None:
-            session.stop(timeout)
+            session.stop(timeout, raised)
         STANDING.detach()
         RELAYS.detach()
         STAGES.detach()

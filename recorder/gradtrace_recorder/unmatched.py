@@ -1,4 +1,5 @@
-"""Globs of the settings that match nothing: told when the first step that is recorded is over, with near names."""
+"""What of the settings chose nothing: globs, told with near names when the first recorded step is over; steps, told
+at the recording's end."""
 
 from __future__ import annotations
 
@@ -60,6 +61,39 @@ def _sentence(label: str, glob: str, step: int, names: Collection[str], what: st
 
 def _near(glob: str, names: Collection[str]) -> Sequence[str]:
     """Names like the glob, with `*` for the numbers of layers; else the shortest ones."""
-    shown = sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names if name})
+    shown = sorted({_of_any_layer(name) for name in names if name})
     short = sorted(shown, key=lambda name: (name.count("."), name))
     return near(glob, shown, _MOST_NEAR) or short[:_MOST_NEAR]
+
+
+def _of_any_layer(name: str) -> str:
+    """`blocks.*.attn` of `blocks.3.attn`; `3.0` as it is: `*.*` would name nothing."""
+    starred = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+    return starred if starred.strip("*.") else name
+
+
+class Steps:
+    """The steps of a recording, held against those that GRADTRACE_STEPS chooses."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._first: int | None = None
+        self._is_any_chosen = False
+
+    def step_ended(self) -> None:
+        """A step is over. Called on the job's thread, with the step's number still there."""
+        step = self._recording.timeline.step
+        if self._first is None:
+            self._first = step
+        self._is_any_chosen = self._is_any_chosen or step in self._recording.settings.steps
+
+    def look(self) -> None:
+        """The recording ends: tell where none of its steps was chosen."""
+        if self._first is None or self._is_any_chosen:
+            return
+        last = self._recording.timeline.step
+        there = f"step {last} alone" if last == self._first else f"steps {self._first} to {last}"
+        chosen = self._recording.settings.steps.as_text()
+        self._recording.problems.add(
+            f"GRADTRACE_STEPS: {chosen!r} has no step of this job, which made {there}; nothing was recorded of them"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -11,12 +12,19 @@ from typing import Any
 
 import pytest
 
+<<<<<<< HEAD
 from gradtrace_analyzer.doctor.examine import examined
 from gradtrace_analyzer.doctor.finding import Finding, verdict
+=======
+from gradtrace_analyzer.doctor import trials
+from gradtrace_analyzer.doctor.finding import Finding, Mark, verdict
+>>>>>>> w/fixes
 from gradtrace_analyzer.doctor.interpreter import Interpreter
 from gradtrace_analyzer.doctor.recorded import recorded
 from gradtrace_analyzer.doctor.surroundings import surroundings
+from gradtrace_analyzer.reports.doctor import explanation
 from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.sql.inventory import inventory
 from support.answers.commands import asked
 from support.environment.small_disk import small_disk
 from support.synthetic_runs.builder import build_run
@@ -189,6 +197,13 @@ def test_what_a_rank_lost_or_left_out_is_told(
     assert (finding.mark, finding.name) == (mark, name) and said in finding.said
 
 
+def test_passes_whose_nodes_were_not_asked_for_are_no_loss(tmp_path: Path) -> None:
+    passes = {"Nodes are not recorded": 3, "a mode": 2}
+    observer = {"kind": "native", "python_passes": passes}
+    run = build_run(tmp_path / "a", {"steps": [{}]}, rank_facts={"observer": observer})
+    assert inventory(open_run(run)).left_to_python == {"a mode": 2}
+
+
 def test_ranks_that_were_not_asked_for_are_not_missing(tmp_path: Path) -> None:
     facts = {"settings": {"ranks": ["0::2", "5-5"]}}
     run = build_run(tmp_path / "a", {"steps": [{}]}, world_size=6, absent=(1, 3), rank_facts=facts)
@@ -197,6 +212,7 @@ def test_ranks_that_were_not_asked_for_are_not_missing(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -216,3 +232,47 @@ def test_python_that_tells_something_else_is_told(tmp_path: Path, answer: str, s
     examination = examined(Interpreter(str(python)), with_trial=False)
     assert verdict(examination.findings) == "unknown"
     assert said in examination.findings[0].said
+=======
+def trial_on_a_busy_machine(
+    folder: Path, answers: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[trials.Trial | None, Finding]:
+    """A Python that answers a bare and a recorded job, so many in all, and then no more."""
+    run = build_run(folder / "a", {"steps": [{}]}, rank_facts={"observer": {"kind": "python"}})
+    python = folder / "python"
+    told = json.dumps({"model": "a model", "steps": 9, "step_ns": 2_000_000, "least_ns": 1})
+    python.write_text(
+        f"""#!/bin/sh
+echo >> {folder}/asked
+test $(wc -l < {folder}/asked) -gt {answers} && exec sleep 60
+test -n "$GRADTRACE_DIR" && cp -r {run} "$GRADTRACE_DIR"
+echo '{told}'
+"""
+    )
+    python.chmod(0o700)
+    monkeypatch.setattr(trials, "_SECONDS", 2.0)
+    return trials.tried(Interpreter(str(python)), None)
+
+
+def test_trial_on_a_busy_machine_ends_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial, finding = trial_on_a_busy_machine(tmp_path, 1, monkeypatch)
+    assert (trial, finding.mark) == (None, "note")
+    assert finding.said == "no small job was recorded within 2 s: this machine is busy, or slow"
+
+
+def test_trial_of_one_round_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial, finding = trial_on_a_busy_machine(tmp_path, 2, monkeypatch)
+    assert trial is not None and (trial.steps, trial.ratio, finding.mark) == (9, 1.0, "ok")
+    assert finding.said.endswith("; one round within 2 s: this machine is busy")
+
+
+@pytest.mark.parametrize(
+    ("mark", "said"), [("ok", "is recorded"), ("note", "would be recorded with GRADTRACE_DIR set")]
+)
+def test_last_sentence_says_whether_recording_is_on(mark: Mark, said: str) -> None:
+    found = [Finding("settings", mark, ""), Finding("trial", "ok", "")]
+    assert explanation(found, is_of_a_run=False) == f"A job that is started here {said}."
+>>>>>>> w/fixes

@@ -47,6 +47,8 @@ NOT_RUN = {
     "scripts/rejudge": "it takes minutes; scripts/check --all does it",
     "scripts/sanitize": "it takes minutes, and needs a compiler's sanitizers",
     "scripts/gpu-check": "it needs a device",
+    "scripts/torch-tests": "it takes PyTorch's source tree",
+    "scripts/matrix": "it fetches gigabytes; scripts/check --all runs its row of this environment",
     "python -m pytest tests/whole": "it takes minutes, and is run in a checkout",
     "analyzer trigger": "it asks a job that runs; tests/whole/test_flight.py does it",
 }

@@ -105,6 +105,32 @@ def test_globs_that_match_nothing_are_told_when_the_first_step_is_over(tmp_path:
     ]
 
 
+def test_names_that_are_numbers_are_listed_as_they_are(tmp_path: Path) -> None:
+    """Children of an nn.Sequential: a lone `*` would name nothing."""
+    net = "import torch\nfrom torch import nn\nnet = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))\n"
+    [line] = stderr_of(
+        net + "net(torch.ones(2, 3)).sum().backward()",
+        tmp_path, GRADTRACE_DIR="run", GRADTRACE_QUIET="1", GRADTRACE_MODULES="layer*",
+    )  # fmt: skip
+    assert line.endswith(
+        "'layer*' matches no module that this rank has in step 0; there are 0, 1, 2"
+    )
+
+
+@pytest.mark.parametrize(("steps", "is_told"), [("7,50:,9::3", True), ("2:", False)])
+def test_steps_that_the_job_does_not_make_are_told_at_its_end(
+    steps: str, is_told: bool, tmp_path: Path
+) -> None:
+    lines = stderr_of(
+        NET + "train(3); print('trained', file=sys.stderr)",
+        tmp_path, GRADTRACE_DIR="run", GRADTRACE_QUIET="1", GRADTRACE_STEPS=steps,
+    )  # fmt: skip
+    said = f"GRADTRACE_STEPS: {steps!r} has no step of this job, which made steps 0 to 2; nothing was recorded of them"
+    assert lines == ["trained", f"gradtrace: {said}"][: 1 + is_told]
+    [rank] = (tmp_path / "run" / "ranks").glob("*.json")
+    assert json.loads(rank.read_text())["problems"] == ([said] if is_told else [])
+
+
 @pytest.mark.parametrize(
     ("last_lines", "is_told"),
     [
@@ -126,6 +152,28 @@ def test_directory_that_is_set_after_torch_is_told_at_the_end(
     )
     assert lines == ([said] if is_told else [])
     assert not (tmp_path / "late").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "last_lines", "is_told"),
+    [
+        ({"GRADTRACE_DRI": "runs/zz"}, "train()", True),
+        ({"GRADTRACE_DRI": "runs/zz"}, "", False),
+        ({"GRADTRACE_DRI": "runs/zz", "GRADTRACE_DIR": ""}, "train()", False),
+        ({"GRADTRACE_STEPS": "0:2"}, "train()", False),
+    ],
+    ids=["trains", "only starts others", "is off", "has others alone"],
+)
+def test_directory_that_is_misspelt_is_told_at_the_end(
+    variables: dict[str, str], last_lines: str, is_told: bool, tmp_path: Path
+) -> None:
+    lines = stderr_of(NET + last_lines, tmp_path, **variables)
+    said = (
+        "gradtrace: nothing of this process was recorded: GRADTRACE_DRI is no variable of gradtrace's, and not used; "
+        "is GRADTRACE_DIR meant?"
+    )
+    assert lines == ([said] if is_told else [])
+    assert not (tmp_path / "runs").exists()
 
 
 def test_children_of_multiprocessing_record_where_their_parent_was_started(tmp_path: Path) -> None:
@@ -176,7 +224,9 @@ def test_start_ends_with_its_block(tmp_path: Path) -> None:
         1 // 0  # noqa: B018
     assert not bootstrap.is_armed()
     [rank] = (tmp_path / "a" / "ranks").glob("*.json")
-    assert json.loads(rank.read_text())["complete"] is True
+    facts = json.loads(rank.read_text())
+    assert facts["complete"] is True
+    assert facts["uncaught"][0] == "ZeroDivisionError", "it left the block"
     with gradtrace_recorder.start(tmp_path / "b", quiet=True):
         gradtrace_recorder.stop()
         gradtrace_recorder.start(tmp_path / "c", quiet=True)

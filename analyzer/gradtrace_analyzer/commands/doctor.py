@@ -35,7 +35,7 @@ _EXIT: dict[DoctorVerdict, int] = {"well": 0, "wrong": 1, "unknown": 2}
 @click.option(
     "--trial/--no-trial",
     default=True,
-    help="Train a small model, bare and recorded: some 20 seconds.",
+    help="Train a small model, bare and recorded: 30 seconds at most.",
 )
 @report_format_option
 @attempt_option

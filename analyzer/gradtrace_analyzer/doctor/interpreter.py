@@ -20,10 +20,14 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 @dataclass(frozen=True)
 class Said:
-    """What a process left: its JSON, or None and the last line on its stderr, or why there is none."""
+    """What a process left: its JSON, or None and the last line on its stderr, or why there is none.
+
+    `is_late`: it was ended, since it took too long.
+    """
 
     answer: Any
     why: str = ""
+    is_late: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,18 @@ class Interpreter:
         """What of torch the recorder leans on, and whether it is there. An older recorder has no such test."""
         return self._asked("gradtrace_recorder", "self-test", "--json")
 
-    def trial(self, directory: Path | None, settings: Mapping[str, str]) -> Said:
-        """A small job, bare or recorded into a directory."""
+    def trial(self, directory: Path | None, settings: Mapping[str, str], seconds: float) -> Said:
+        """A small job, bare or recorded into a directory, which has so many seconds."""
         variables = {f"GRADTRACE_{name.upper()}": value for name, value in settings.items()}
         variables |= {"GRADTRACE_DIR": "" if directory is None else str(directory)}
-        return self._asked("gradtrace_recorder.trial", variables=variables)
+        return self._asked("gradtrace_recorder.trial", variables=variables, seconds=seconds)
 
     def _asked(
-        self, module: str, *arguments: str, variables: Mapping[str, str] | None = None
+        self,
+        module: str,
+        *arguments: str,
+        variables: Mapping[str, str] | None = None,
+        seconds: float = _SECONDS,
     ) -> Said:
         environment = dict(os.environ)
         if variables is not None:
@@ -64,12 +72,16 @@ class Interpreter:
                 env=environment,
                 capture_output=True,
                 text=True,
+<<<<<<< HEAD
                 errors="replace",
                 timeout=_SECONDS,
+=======
+                timeout=seconds,
+>>>>>>> w/fixes
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return Said(None, f"no answer within {_SECONDS:g} s")
+            return Said(None, f"no answer within {seconds:g} s", is_late=True)
         try:
             answer = json.loads(done.stdout)
         except ValueError:

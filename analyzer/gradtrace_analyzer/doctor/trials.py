@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from gradtrace_analyzer.runs.run import Run, open_run
 from gradtrace_analyzer.words.numbers import ms_text
 
 _ROUNDS = 2
+# Of wall time, for all of them: on a machine that is free it takes 20 or less, most of it imports of torch.
+_SECONDS = 30.0
 # What the trial takes over of the settings; others choose steps, ranks or modules, which are the job's own.
 _TAKEN_OVER = ("detail", "summary", "device_times", "observer")
 
@@ -38,7 +41,7 @@ class Trial:
 
 
 def tried(python: Interpreter, settings: Mapping[str, Any] | None) -> tuple[Trial | None, Finding]:
-    """The trial, and what it shows; no trial where a job failed or was not recorded."""
+    """The trial, and what it shows; no trial where a job failed, was not recorded or took too long."""
     given = {name: str(value) for name in _TAKEN_OVER if (value := (settings or {}).get(name))}
     try:
         folder = tempfile.mkdtemp(prefix="gradtrace-doctor-")
@@ -55,16 +58,30 @@ def _tried_in(
 ) -> tuple[Trial | None, Finding]:
     bare: list[Mapping[str, Any]] = []
     recorded: list[Mapping[str, Any]] = []
+    turns = [
+        turn
+        for number in range(_ROUNDS)
+        for turn in ((bare, None), (recorded, folder / str(number)))
+    ]
+    ends = time.monotonic() + _SECONDS
     with progress("training a small model, bare and recorded"):
-        for number in range(_ROUNDS):
-            for answers, place in ((bare, None), (recorded, folder / str(number))):
-                said = python.trial(place, given)
-                if said.answer is None:
-                    how = "bare" if place is None else "recorded"
-                    return None, Finding(
-                        "trial", "unknown", f"a small job fails when run {how}: {said.why}"
-                    )
-                answers.append(said.answer)
+        for answers, place in turns:
+            said = python.trial(place, given, max(ends - time.monotonic(), 1.0))
+            if said.is_late:
+                break
+            if said.answer is None:
+                how = "bare" if place is None else "recorded"
+                return None, Finding(
+                    "trial", "unknown", f"a small job fails when run {how}: {said.why}"
+                )
+            answers.append(said.answer)
+    if not recorded:
+        return None, Finding(
+            "trial",
+            "note",
+            f"no small job was recorded within {_SECONDS:g} s: this machine is busy, or slow",
+            "ask again when less runs here",
+        )
     try:
         run = open_run(folder / "0")
     except GradtraceError:
@@ -94,7 +111,12 @@ def _judged(
         f"a small job was recorded, by the {trial.observer.replace('python', 'Python')} observer: "
         f"a step of {trial.model} takes {ms_text(trial.bare_ns)} bare and {ms_text(trial.recorded_ns)} recorded, "
         f"{trial.ratio:.2f} times as long "
-        f"(processor time of its thread, {trial.steps} steps or more a round)",
+        f"(processor time of its thread, {trial.steps} steps or more a round)"
+        + (
+            f"; one round within {_SECONDS:g} s: this machine is busy"
+            if len(recorded) < _ROUNDS
+            else ""
+        ),
     )
 
 

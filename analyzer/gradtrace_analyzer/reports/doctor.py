@@ -15,6 +15,11 @@ _OF_JOBS: dict[DoctorVerdict, str] = {
     "wrong": "Something is wrong here: see the lines with !!.",
     "unknown": "It cannot be told whether a job that is started here is recorded: see the lines with ??.",
 }
+# Where recording is off, and all else is well: by whether a trial was recorded.
+_WHERE_OFF = {
+    True: "A job that is started here would be recorded with GRADTRACE_DIR set.",
+    False: "Nothing was found that would keep a job from being recorded that is started here with GRADTRACE_DIR set.",
+}
 _OF_RUNS: dict[DoctorVerdict, str] = {
     "well": "Nothing is lost.",
     "wrong": "Something is wrong with it: see the lines with !!.",
@@ -37,8 +42,11 @@ def explanation(findings: Sequence[Finding], *, is_of_a_run: bool) -> str:
     """One sentence over all."""
     if is_of_a_run:
         return _OF_RUNS[verdict(findings)]
+    is_off = ("settings", "note") in [(finding.name, finding.mark) for finding in findings]
     was_tried = any((finding.name, finding.mark) == ("trial", "ok") for finding in findings)
-    if was_tried and verdict(findings) == "well":
+    if verdict(findings) == "well" and is_off:
+        return _WHERE_OFF[was_tried]
+    if verdict(findings) == "well" and was_tried:
         return "A job that is started here is recorded."
     return _OF_JOBS[verdict(findings)]
 

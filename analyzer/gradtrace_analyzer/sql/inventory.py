@@ -19,6 +19,10 @@ from gradtrace_schemas import ALL_TABLES
 from gradtrace_schemas.journal import JOURNAL_TABLES
 from gradtrace_schemas.steps import STEPS
 
+# Why a pass is left to Python where `detail` is less than nodes: nothing is lost by it, and none was asked for.
+# Source: recorder/gradtrace_recorder/observers/native/observer.py, `_why_python`.
+_NO_NODES = "Nodes are not recorded"
+
 
 @dataclass(frozen=True)
 class TableSize:
@@ -92,7 +96,11 @@ def inventory(run: Run) -> Inventory:
         replay_skipped=_summed(merged, "replay_skipped"),
         problems=_problems(run),
         observers=_distinct(about.get("kind") for about in observers),
-        left_to_python=_summed(observers, "python_passes"),
+        left_to_python={
+            reason: count
+            for reason, count in _summed(observers, "python_passes").items()
+            if reason != _NO_NODES
+        },
         launchers=_by_name(facts, "launcher"),
         recorder_share=recorder_ns / step_ns if recorder_ns is not None and step_ns else None,
     )

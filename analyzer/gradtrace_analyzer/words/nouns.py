@@ -19,15 +19,18 @@ def other_side(side: str) -> str:
 
 
 def module_phrase(module_fqn: str | None, root_name: str | None = None) -> str:
-    """`blocks.0`, or `0 of root 1 (Discriminator)` where there are several roots and `root_name` tells which.
+    """`blocks.0`, or `blocks.0 of root 1 (Net)` where there are several roots and `root_name` tells which.
+
+    A name of numbers alone, as an `nn.Sequential` gives them, is `module 0`.
 
     None is code outside any module, '' the root itself.
     """
     if module_fqn is None:
         return OUTSIDE
-    if root_name is None:
-        return module_fqn or "the root module"
-    return f"{module_fqn} of {root_name}" if module_fqn else root_name
+    if not module_fqn:
+        return root_name or "the root module"
+    name = f"module {module_fqn}" if module_fqn.replace(".", "").isdigit() else module_fqn
+    return name if root_name is None else f"{name} of {root_name}"
 
 
 def module_with_noun(module_fqn: str | None) -> str:

@@ -57,6 +57,16 @@ def counts_phrase(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {what}" for what, count in counts.items())
 
 
+def rows_phrase(counts: Mapping[str, int]) -> str:
+    """Counts of rows by table: `1 backward_pass, 3 inputs`."""
+    return counts_phrase({_of_rows(table, count): count for table, count in counts.items()})
+
+
+def _of_rows(table: str, count: int) -> str:
+    """What so many rows of a table are called; a table's name is a plural."""
+    return table if count != 1 else table.removesuffix("es" if table.endswith("sses") else "s")
+
+
 def and_more(count: int) -> str:
     """` and 3 more`, to follow what is named; nothing where no more are left."""
     return f" and {count} more" if count > 0 else ""

@@ -241,8 +241,11 @@ class OptimizerSource:
 def _skipped_inside(scaler: Any, optimizer: Any) -> bool | None:
     """Whether a fused optimizer, which is called always, left its parameters alone. None where only a device knows.
 
-    Source: torch/amp/grad_scaler.py, `step` (2.13): `found_inf_per_device` of the optimizer's state.
+    Source: torch/amp/grad_scaler.py, `step` (2.13): `found_inf_per_device` of the optimizer's state; a scaler that is
+    not enabled has none, and leaves no step out.
     """
+    if not scaler.is_enabled():
+        return False
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     if not found or any(one.device.type != "cpu" for one in found.values()):
         return None

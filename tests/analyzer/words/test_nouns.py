@@ -58,7 +58,9 @@ def test_modules_are_called_by_their_name_and_root() -> None:
     assert module_phrase("blocks.0") == "blocks.0"
     assert module_phrase("") == "the root module"
     assert module_phrase(None) == module_phrase(None, "root 1") == "code outside any module"
-    assert module_phrase("0", "root 1 (Net)") == "0 of root 1 (Net)"
+    assert module_phrase("a.0", "root 1 (Net)") == "a.0 of root 1 (Net)"
+    assert module_phrase("0", "root 1 (Net)") == "module 0 of root 1 (Net)"
+    assert module_phrase("3.1") == "module 3.1"
     assert module_phrase("", "root 1 (Net)") == "root 1 (Net)"
     assert [module_with_noun(fqn) for fqn in ("a.b", "", None)] == [
         "module a.b",

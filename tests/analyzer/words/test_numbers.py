@@ -21,6 +21,7 @@ from gradtrace_analyzer.words.numbers import (
     percent_text,
     possessive,
     ranks_phrase,
+    rows_phrase,
     seconds_text,
     spans,
     stages_phrase,
@@ -156,3 +157,8 @@ def test_numbers_are_told_with_the_digits_they_need() -> None:
     assert told_apart(1.23456789, 1.23456788) == ("1.234568", "1.234568")
     assert told_apart(0.25, 0.25) == ("0.25", "0.25")
     assert (told_apart(None, 0.123), told_apart(0.123, None)) == (("-", "0.12"), ("0.12", "-"))
+
+
+def test_rows_are_counted_by_table() -> None:
+    counts = {"inputs": 1, "backward_passes": 1, "node_events": 1_200, "buckets": 2}
+    assert rows_phrase(counts) == "1 input, 1 backward_pass, 1,200 node_events, 2 buckets"

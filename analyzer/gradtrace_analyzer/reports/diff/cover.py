@@ -10,6 +10,7 @@ from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_analyzer.words.numbers import (
     counts_phrase,
     ranks_phrase,
+    rows_phrase,
     stages_phrase,
     steps_phrase,
 )
@@ -28,7 +29,7 @@ def extent(cover: Cover) -> str:
 
 def compared(cover: Cover) -> str:
     """Ranks and steps that were compared, and the numbers of rows by table; `nothing` where there are none."""
-    rows = counts_phrase({table: count for table, count in cover.rows.items() if count})
+    rows = rows_phrase({table: count for table, count in cover.rows.items() if count})
     return f"{extent(cover)}; {rows}" if cover.steps and rows else "nothing"
 
 

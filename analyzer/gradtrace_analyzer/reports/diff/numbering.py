@@ -23,7 +23,7 @@ def with_both_numbers(text: str, cover: Cover) -> str:
     def both(found: re.Match[str]) -> str:
         first, last = int(found[3]), int(found[5] if found[5] is not None else found[3])
         own = f"{first - offset}" if first == last else f"{first - offset}-{last - offset}"
-        many = "s" if found[2] else ""
+        many = found[2]
         if first < 0:
             start = "The" if found[1] == "S" else "the"
             return f"{start} candidate's step{many} {own}"

@@ -10,7 +10,14 @@ from gradtrace_analyzer.diff.code.structure import OneSided
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.words.nouns import SIDES, enumerated, module_phrase, other_side
-from gradtrace_analyzer.words.numbers import and_more, counted, noun, ranks_phrase, steps_phrase
+from gradtrace_analyzer.words.numbers import (
+    and_more,
+    counted,
+    noun,
+    ranks_phrase,
+    steps_phrase,
+    verb,
+)
 
 _MOST_LINES = 12
 _MOST_CHARACTERS = 60
@@ -105,7 +112,8 @@ def _modules(structure: Sequence[OneSided]) -> Iterator[str]:
             holds = [f"{n} {what[:-1] if n == 1 else what}" for what, n in e.holds.items()]
             about = ": ".join(filter(None, (e.module_class, ", ".join(holds))))
             kind = "" if e.kind == "module" else "parameter "
-            yield f"{kind}{module_phrase(e.name)}{f' ({about})' if about else ''} is in the {e.only_in} alone"
+            name = module_phrase(e.name) if e.kind == "module" else e.name
+            yield f"{kind}{name}{f' ({about})' if about else ''} is in the {e.only_in} alone"
 
 
 def _code_inside(structure: Sequence[OneSided]) -> Iterator[str]:
@@ -141,13 +149,13 @@ def _happened(structure: Sequence[OneSided]) -> Iterator[str]:
     for e in structure:
         if not e.is_code and e.kind != "rank":
             alike.setdefault((e.kind, e.only_in, e.ranks, e.first_step, e.last_step), []).append(e)
-    words = {"group": "optimizer group", "pass": "backward pass"}
+    words = {"group": "optimizer group", "pass": "backward pass", "call": "call of"}
     for (kind, side, ranks, first, last), entries in alike.items():
         more = and_more(len(entries) - 1)
         name = module_phrase(entries[0].name) if kind == "call" else entries[0].name
         inside = f" of {module_phrase(entries[0].module_fqn)}" if kind == "node" else ""
         steps = steps_phrase(range(first or 0, (last or 0) + 1))
         yield (
-            f"{words.get(kind, kind)} {name}{inside}{more} is in the {side} alone "
+            f"{words.get(kind, kind)} {name}{inside}{more} {verb(entries, 'is', 'are')} in the {side} alone "
             f"({ranks_phrase(ranks)}, {steps})"
         )

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from gradtrace_analyzer.diff.code.structure import OneSided
+from gradtrace_analyzer.reports.diff.structure import structure_lines
 from support.answers.commands import asked, told
 from support.synthetic_runs.builder import build_run, summary_columns
 
@@ -114,3 +116,16 @@ def test_pass_of_one_side_is_found_beside_changed_code(tmp_path: Path) -> None:
         ("node", True),
         ("pass", False),
     ]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["0"], "call of module 0 is in the candidate alone"),
+        (["0", "1", "2"], "call of module 0 and 2 more are in the candidate alone"),
+        (["blocks.0"], "call of blocks.0 is in the candidate alone"),
+    ],
+)
+def test_calls_of_one_side_share_a_line_in_the_plural(names: list[str], said: str) -> None:
+    one = [OneSided("call", n, "candidate", ranks=(0,), first_step=0, last_step=0) for n in names]
+    assert list(structure_lines(one)) == [f"{said} (rank 0, step 0)"]
