@@ -12,13 +12,9 @@ from typing import Any
 
 import pytest
 
-<<<<<<< HEAD
-from gradtrace_analyzer.doctor.examine import examined
-from gradtrace_analyzer.doctor.finding import Finding, verdict
-=======
 from gradtrace_analyzer.doctor import trials
+from gradtrace_analyzer.doctor.examine import examined
 from gradtrace_analyzer.doctor.finding import Finding, Mark, verdict
->>>>>>> w/fixes
 from gradtrace_analyzer.doctor.interpreter import Interpreter
 from gradtrace_analyzer.doctor.recorded import recorded
 from gradtrace_analyzer.doctor.surroundings import surroundings
@@ -212,7 +208,6 @@ def test_ranks_that_were_not_asked_for_are_not_missing(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -232,7 +227,8 @@ def test_python_that_tells_something_else_is_told(tmp_path: Path, answer: str, s
     examination = examined(Interpreter(str(python)), with_trial=False)
     assert verdict(examination.findings) == "unknown"
     assert said in examination.findings[0].said
-=======
+
+
 def trial_on_a_busy_machine(
     folder: Path, answers: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[trials.Trial | None, Finding]:
@@ -275,4 +271,3 @@ def test_trial_of_one_round_is_told_as_such(
 def test_last_sentence_says_whether_recording_is_on(mark: Mark, said: str) -> None:
     found = [Finding("settings", mark, ""), Finding("trial", "ok", "")]
     assert explanation(found, is_of_a_run=False) == f"A job that is started here {said}."
->>>>>>> w/fixes

@@ -72,12 +72,8 @@ class Interpreter:
                 env=environment,
                 capture_output=True,
                 text=True,
-<<<<<<< HEAD
                 errors="replace",
-                timeout=_SECONDS,
-=======
                 timeout=seconds,
->>>>>>> w/fixes
                 check=False,
             )
         except subprocess.TimeoutExpired:
