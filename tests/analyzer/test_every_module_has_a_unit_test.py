@@ -26,8 +26,6 @@ EXEMPT = {
     "check.laws.birthplaces": "through the law of what is not finite: tests/analyzer/check/laws/test_finite.py",
     "check.laws.deviations": "through the laws of a mean: tests/analyzer/check/laws/test_reductions.py",
     "check.laws.mean": "through the laws of a mean: tests/analyzer/check/laws/test_reductions.py",
-    "doctor.examine": "real Pythons, asked by test_doctor_command.py",
-    "doctor.interpreter": "real Pythons, asked by test_doctor_command.py",
     "check.laws.predecessors": "through the law of what is not finite: tests/analyzer/check/laws/test_finite.py",
     "failures.phrases": "through `failures`: test_failures_command.py",
     "failures.under_way": "through `failures`: test_failures_command.py",

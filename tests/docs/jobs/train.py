@@ -1,6 +1,7 @@
 """The job of the documentation's commands: a small model, alone or data-parallel, a few steps on the CPU."""
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,7 @@ def main(factor=1.0, blocks="blocks"):
         optimizer.step()
     if ranks > 1:
         dist.destroy_process_group()
+        time.sleep(0.1)  # torch 2.13 with gloo aborts now and then at exit without it
 
 
 if __name__ == "__main__":
