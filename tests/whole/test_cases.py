@@ -488,7 +488,7 @@ def test_case_29_saved_output_changed_in_place(case: Case) -> None:
     blocks = {name.partition(".")[0] for name in failure["never_reached"]}
     assert blocks == {"0", "1", "2"} and len(failure["never_reached"]) == 6
     assert answer["explanation"].startswith(
-        "Step 0, rank 0: the candidate's backward pass 0 failed in SigmoidBackward0 of 2"
+        "Step 0, rank 0: the candidate's backward pass 0 failed in SigmoidBackward0 of module 2"
     )
     swapped = case.swapped()
     differs_at(swapped, step=0, rank=0, module_fqn="2", node_name="SigmoidBackward0")
