@@ -139,7 +139,10 @@ def test_flipped_sign_is_called_that(tmp_path: Path) -> None:
         net[1].factor = -1.0 if step == 1 else 1.0
 
     answer = diff(job(tmp_path / "a"), job(tmp_path / "b", flips))
-    assert "the gradient leaving 1 (ScaleBackward) has its sign flipped" in answer["explanation"]
+    assert (
+        "the gradient leaving module 1 (ScaleBackward) has its sign flipped"
+        in answer["explanation"]
+    )
     assert answer["factor"] == pytest.approx(-1)
 
 

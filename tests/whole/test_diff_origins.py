@@ -168,7 +168,7 @@ def test_root_is_named_where_there_are_several(tmp_path: Path) -> None:
     good, bad = gan(tmp_path / "good", False), gan(tmp_path / "bad", True)
     _, answer = asked("diff", good, bad, "--format", "json")
     assert (
-        "the gradient leaving 1 of root 1 (Discriminator) (TanhBackward0)"
+        "the gradient leaving module 1 of root 1 (Discriminator) (TanhBackward0)"
         in (answer["explanation"])
     )
     assert answer["origins"][0]["root_name"] == "root 1 (Discriminator)"

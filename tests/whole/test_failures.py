@@ -129,7 +129,9 @@ def test_rank_that_dies_in_a_node_is_named_with_it(how: str, status: int, tmp_pa
         "WoundBackward",
         3,
     )
-    assert rank["sentence"].startswith("Rank 0 died in step 3, in WoundBackward of module 1, which began ")
+    assert rank["sentence"].startswith(
+        "Rank 0 died in step 3, in WoundBackward of module 1, which began "
+    )
 
 
 def test_exception_in_a_node_reaches_the_job_and_is_told_with_all_that_made_it(

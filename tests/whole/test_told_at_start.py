@@ -195,8 +195,13 @@ def test_children_of_multiprocessing_record_where_their_parent_was_started(tmp_p
 def test_file_switches_recording_on(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "x.toml").write_text('dir = "runs/a"\ndetail = "params"\nsumary = "off"\n')
-    [first, second] = stderr_of(NET + "train()", tmp_path, GRADTRACE_CONFIG="conf/x.toml")
     place = tmp_path / "conf"
+    [first, second] = stderr_of(
+        NET + "train()",
+        tmp_path,
+        GRADTRACE_CONFIG="conf/x.toml",
+        GRADTRACE_NATIVE_CACHE=str(tmp_path / "none"),
+    )
     assert first.startswith(
         f"gradtrace: recording into {place / 'runs' / 'a'}, attempt 0: detail params, summary full; a step is expected "
         "to take at most 1.57 times"
