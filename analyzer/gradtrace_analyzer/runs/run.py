@@ -6,6 +6,8 @@ becomes a notice, which commands print on stderr. What the rows mean is left to 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
 from gradtrace_analyzer.runs.attempts import AttemptStory
@@ -238,7 +241,7 @@ def _one_attempt(place: Path, found: _Everything, chosen: int) -> Run:
         parts=by_table,
         leftovers=_leftovers(contents, by_table, flights),
         journals=contents,
-        schema_version=_schema_version(about, run_info),
+        schema_version=_schema_version(about, run_info, by_table),
     )
     damage = [d for d in damaged if d.part.attempt == chosen]
     notices = (*_notices(run, found.recorded, damage, journals), *read.notices)
@@ -275,10 +278,21 @@ def _require_known_schema(place: Path, version: object) -> None:
         )
 
 
-def _schema_version(*sources: Mapping[str, Any]) -> int:
-    """That of the first source that says one; a run that lost its json is read as of today's."""
-    said = (source.get("schema_version") for source in sources)
-    return next((version for version in said if isinstance(version, int)), SCHEMA_VERSION)
+def _schema_version(
+    about: Mapping[str, Any],
+    run_info: Mapping[str, Any],
+    by_table: Mapping[str, Mapping[int, Sequence[Part]]],
+) -> int:
+    """What the attempt or the run says; of a run that lost its json what its parts say, else today's."""
+    for said in (about.get("schema_version"), run_info.get("schema_version")):
+        if isinstance(said, int):
+            return said
+    for by_rank in by_table.values():
+        for part in itertools.chain.from_iterable(by_rank.values()):
+            with contextlib.suppress(OSError, pa.ArrowException, ValueError):
+                metadata = pq.read_schema(part.path).metadata or {}
+                return int(metadata.get(layout.PART_SCHEMA_VERSION, b""))
+    return SCHEMA_VERSION
 
 
 def _rank_files(run: Path) -> dict[tuple[int, int], Path]:

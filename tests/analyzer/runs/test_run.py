@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,17 @@ def test_a_run_of_the_sixth_schema_is_read_without_what_ended_its_steps() -> Non
         assert connection.execute(groups).fetchall() == [("SGD", None)]
         ranks = "SELECT step_rule, first_step_from FROM ranks"
         assert connection.execute(ranks).fetchall() == [(None, None)]
+
+
+def test_a_run_that_lost_its_json_is_read_by_the_schema_of_its_parts(tmp_path: Path) -> None:
+    kept = Path(__file__).resolve().parents[2] / "data" / "schema-6"
+    shutil.copytree(kept, tmp_path / "run")
+    (tmp_path / "run" / "run.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "attempts")
+    run = open_run(tmp_path / "run")
+    assert run.schema_version == 6
+    with contextlib.closing(connect([run])) as connection:
+        assert connection.execute("SELECT DISTINCT ended_by FROM steps").fetchall() == [(None,)]
 
 
 def test_journal_of_format_2_is_read_with_null_where_columns_are_newer(tmp_path: Path) -> None:
