@@ -50,7 +50,10 @@ def run_job(
 ) -> tuple[str, str, float]:
     """(the job's result, what it said on stderr, how long it took from its last line to its end)."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GRADTRACE_")}
-    place = {"GRADTRACE_DIR": "" if directory is None else str(directory), "OMP_NUM_THREADS": "1"}
+    place = {
+        "GRADTRACE_DIR": "" if directory is None else str(directory),
+        "OMP_NUM_THREADS": "1",
+    } | {"GRADTRACE_QUIET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", JOB, what, str(half_records)],
         env=environment | place | settings,

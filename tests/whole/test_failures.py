@@ -169,12 +169,12 @@ def test_job_that_ends_well_is_said_to(tmp_path: Path) -> None:
         (
             "raise",
             "Rank 0 was ended by ValueError: no luck. It came from outside any backward pass; the rank was last seen "
-            "in step 1, in the forward of 1.",
+            "in step 1, in the forward of module 1.",
         ),
         (
             "leave",
             "Rank 0 ended by itself after step 1, without an exception that was seen. It was last seen in step 1, in "
-            "the forward of 1, which an exception or sys.exit left.",
+            "the forward of module 1, which an exception or sys.exit left.",
         ),
     ],
 )

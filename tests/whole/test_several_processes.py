@@ -31,7 +31,8 @@ def started(directory: Path, source: str, *arguments: object) -> subprocess.Pope
     script.write_text(TRAIN + source)
     return subprocess.Popen(
         [sys.executable, str(script), *map(str, arguments)],
-        env=environment | {"GRADTRACE_DIR": str(directory), "OMP_NUM_THREADS": "1"},
+        env=environment
+        | {"GRADTRACE_DIR": str(directory), "OMP_NUM_THREADS": "1", "GRADTRACE_QUIET": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
