@@ -195,7 +195,7 @@ def test_a_later_torch_is_named_and_tried(tmp_path: Path) -> None:
     count = len([private for private in PRIVATES if not private.is_whole])
     assert same[1] == same[0]
     newest = ".".join(TESTED_TORCH[-1].split(".")[:2])
-    first, *more = same[2].splitlines()
+    first, *more = (line for line in same[2].splitlines() if "recording into" not in line)
     assert first == (
         f"gradtrace: torch 2.99.0 is newer than what gradtrace 0.1 was tested with ({newest}); "
         f"{len(passed)} of {count} self-tests pass"

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -396,13 +397,24 @@ def _autocast_off() -> Any:
         torch.set_autocast_enabled("cpu", True)
 
 
+class _Profiled(threading.local):
+    left_out = 0  # how many of our blocks, one inside the other, leave this thread out of the job's profile
+
+
+_PROFILED = _Profiled()
+
+
 @contextlib.contextmanager
 def _not_profiled() -> Any:
+    """The switch is one for the thread, and does not count: the outermost block turns it on again."""
     enable_record_function(False)
+    _PROFILED.left_out += 1
     try:
         yield
     finally:
-        enable_record_function(True)
+        _PROFILED.left_out -= 1
+        if not _PROFILED.left_out:
+            enable_record_function(True)
 
 
 # Inside it nothing that we read of a tensor is asked of the job's function modes and tensor subclasses.
