@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch.autograd import profiler as torch_profiler
-
 from gradtrace_recorder import environment, identity
 from gradtrace_recorder.claim import NotOurs, claim_place, living_rival
 from gradtrace_recorder.drain import Drain
@@ -20,6 +18,7 @@ from gradtrace_recorder.flight import Flight
 from gradtrace_recorder.forks import has_other_threads
 from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.observers.native.choice import chosen_native, journal_of
+from gradtrace_recorder.privates import found
 from gradtrace_recorder.recording import Recording
 from gradtrace_recorder.rows import Rows
 from gradtrace_recorder.seen import SeenFunctions
@@ -85,7 +84,9 @@ class Live:
             versions=Versions(library), flight=flight, native=native, device_times=times,
         )  # fmt: skip
         timeline.at_begin.append(lambda: self.recording.counter.begins(self.recording))
+        timeline.at_complete.append(self._hold_step)
         timeline.at_end.append(self._write_step)
+        self._held_step: int | None = None
         self._about = {
             "attempt": self.claim.attempt,
             "rank": who.rank,
@@ -122,12 +123,13 @@ class Live:
         self._makes_way = False
         self._drain.start()
         self._seen = SeenFunctions()
-        seen: tuple[tuple[Any, Any], ...] = (
-            (torch_profiler._run_on_profiler_start, self._profiler_begins),
-            (torch_profiler._run_on_profiler_stop, self._profiler_ended),
-        )
-        for function, ours in seen:
-            self._seen.see(function, ours)
+        for name, ours in (
+            ("torch.autograd.profiler._run_on_profiler_start", self._profiler_begins),
+            ("torch.autograd.profiler._run_on_profiler_stop", self._profiler_ended),
+        ):
+            function = found(name, None)
+            if function is not None:
+                self._seen.see(function, ours)
 
     def _profiler_begins(self, original: Any) -> Any:
         """Torch's function that runs just before a profiler begins, wherever that does."""
@@ -138,6 +140,17 @@ class Live:
             self.recording.parked = self._go_on
 
         return begins
+
+    def _profiler_ended(self, original: Any) -> Any:
+        def ended() -> None:
+            original()
+            self._go_on()
+
+        return ended
+
+    def _go_on(self) -> None:
+        self.recording.parked = None
+        self._drain.start()
 
     def make_way(self) -> None:
         """End the thread for a fork, where it is the only one besides the thread that forks."""
@@ -150,17 +163,6 @@ class Live:
         if self._makes_way:
             self._makes_way = False
             self._drain.start()
-
-    def _profiler_ended(self, original: Any) -> Any:
-        def ended() -> None:
-            original()
-            self._go_on()
-
-        return ended
-
-    def _go_on(self) -> None:
-        self.recording.parked = None
-        self._drain.start()
 
     def close(
         self, recording: Recording, timeout: float, raised: BaseException | None = None
@@ -191,12 +193,22 @@ class Live:
             recording.journal.close(remove=True)
         self._devices.stop()
 
+    def _hold_step(self) -> None:
+        """The step is whole, and may go on (another optimizer, an evaluation): a rank that is killed has its row."""
+        timeline, rows = self.recording.timeline, self.recording.rows
+        if timeline.is_recorded:
+            rows.release(self._held_step)
+            self._held_step = rows.hold_step(timeline.totals)
+
     def _write_step(self) -> None:
         if not self._has_group:
             self._look_for_group()
-        timeline = self.recording.timeline
-        if timeline.is_recorded:
-            self.recording.rows.step(timeline.totals)
+        timeline, rows = self.recording.timeline, self.recording.rows
+        held, self._held_step = self._held_step, None
+        if not timeline.is_recorded:
+            rows.release(held)
+        else:
+            rows.step(held, timeline.totals)
             if self.recording.flight is not None:
                 skipped = timeline.totals.skipped is True
                 self.recording.flight.step_ended(timeline.step, skipped=skipped)

@@ -117,6 +117,8 @@ PRIVATES = (
     Private("torch.nn.parameter.is_lazy", "leaving alone what has no memory yet", (SUMMARIES,)),
     Private("torch._C._autograd._profiler_enabled", "staying out of the job's profiles", (SUMMARIES,), probes.profiler),
     Private("torch._C._autograd._enable_record_function", "staying out of the job's profiles", (SUMMARIES,)),
+    Private("torch.autograd.profiler._run_on_profiler_start", "ending our thread while a profiler begins"),
+    Private("torch.autograd.profiler._run_on_profiler_stop", "ending our thread while a profiler begins"),
     Private("torch._foreach_norm", "norms of many tensors at once", (SUMMARIES,), probes.norms),
     Private("tensor._version", "knowing a gradient that is handed on", (SUMMARIES,), probes.tensor_version),
     Private("torch._C._current_autograd_node", "running Nodes again (GRADTRACE_REPLAY)", (), probes.replay),

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from gradtrace_recorder.observers.node_hooks import NodeHooks
 
 NODE_EVENTS = KINDS["node_events"]
+_STEPS = KINDS["steps"]
 _BUCKETS = KINDS["buckets"]
 _STAGE_EVENTS = KINDS["stage_events"]
 
@@ -48,14 +49,23 @@ class Rows:
         self._journal = journal
         self._timeline = timeline
 
-    def step(self, totals: StepTotals) -> None:
+    def hold_step(self, totals: StepTotals) -> int | None:
+        """The current step's row as it stands: kept in case the rank dies. Its place in the journal."""
+        timeline = self._timeline
+        values = self._step(totals)
+        return self._journal.hold(_STEPS, timeline.step, timeline.microbatch, NULL_INT32, *values)
+
+    def step(self, held: int | None, totals: StepTotals) -> None:
         """The current step's row. Its digests are filled in when the record is drained."""
+        timeline = self._timeline
+        values = self._step(totals)
+        self._journal.settle(held, _STEPS, timeline.step, timeline.microbatch, NULL_INT32, *values)
+
+    def _step(self, totals: StepTotals) -> tuple[float | bytes, ...]:
         abandoned = sum(not call.used for call in totals.root_calls)
         rng = totals.rng_fingerprint
         string = self._journal.string
-        self._append(
-            "steps",
-            NULL_INT32,
+        return (
             totals.start_ns,
             totals.end_ns,
             totals.forward_ns,

@@ -38,7 +38,8 @@ class StepTotals:
 
 class Timeline:
     """The recording's counters. `at_begin` and `at_end` are called when a step begins and is over, `at_finish` when
-    the recording ends."""
+    the recording ends. `at_complete` is called whenever all that a step needs has happened: it is over with the next
+    activity, and until then another optimizer may step."""
 
     def __init__(self, steps: Numbers, first_step: int, zero_ns: int) -> None:
         self.step = first_step
@@ -46,6 +47,7 @@ class Timeline:
         self.totals = StepTotals()
         self.paused = False
         self.at_begin: list[Callable[[], None]] = []
+        self.at_complete: list[Callable[[], None]] = []
         self.at_end: list[Callable[[], None]] = []
         self.at_finish: list[Callable[[], None]] = []
         self._steps = steps
@@ -126,8 +128,7 @@ class Timeline:
             self.microbatch += 1
         if self._end_after_backward:
             self._end_after_backward = False
-            self._ended = True
-            self.totals.ended_by = "optimizer"
+            self._complete("optimizer")
 
     def weight_half_done(self) -> None:
         """A weight half has accumulated gradients, without a backward pass that does: it counts as one."""
@@ -139,18 +140,15 @@ class Timeline:
         if inside_backward:
             self._end_after_backward = True
         elif self._begun:
-            self._ended = True
-            if not by_scaler:
-                self.totals.ended_by = "optimizer"
-            elif self.totals.ended_by is None:
-                self.totals.ended_by = "scaler"
+            # One of several optimizers that a scaler leaves out ends no step that another one ends.
+            self._complete((self.totals.ended_by or "scaler") if by_scaler else "optimizer")
 
     def parameters_changed(self) -> None:
         """Between the last pass and now they did: where nothing else ends steps, this one is over."""
         if self._begun and not self._ended and self.is_by_parameters:
             self.totals.end_ns = self.now()
-            self.totals.ended_by = "parameters"
-            self._ended = self._ended_by_parameters = True
+            self._ended_by_parameters = True
+            self._complete("parameters")
 
     def begin_at(self, step: int) -> None:
         """A framework resumes a job: its first step has this number, unless one was given or it has begun."""
@@ -193,6 +191,12 @@ class Timeline:
         if self._begun:
             self._end()
         for call in self.at_finish:
+            call()
+
+    def _complete(self, ended_by: str) -> None:
+        self._ended = True
+        self.totals.ended_by = ended_by
+        for call in self.at_complete:
             call()
 
     def _advance(self, step: int) -> None:

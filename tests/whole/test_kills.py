@@ -14,6 +14,7 @@ from gradtrace_analyzer.runs.run import open_run
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas.journal_reader import text_of
 from support.answers.commands import told
+from support.environment import native_observer
 from support.environment.small_disk import small_disk
 from support.stress.killing import MODELS, Killer
 
@@ -41,6 +42,49 @@ def test_kill_at_a_random_moment_loses_no_record_and_invents_none(
         for number in range(kills):
             killer.kill_one(number, models)
     assert killer.records > 500 * kills and killer.dropping < kills
+
+
+STEPS = """
+import os, signal, sys, torch
+one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+made = {
+    "one": [torch.optim.AdamW([*one.parameters(), *other.parameters()])],
+    "two": [torch.optim.SGD(one.parameters(), 0.1), torch.optim.AdamW(other.parameters())],
+    "inside": [torch.optim.SGD(one.parameters(), 0.1)],
+}[sys.argv[1]]
+if sys.argv[1] == "inside":
+    one.weight.register_post_accumulate_grad_hook(lambda _: made[0].step())
+for step in range(3):
+    other(one(torch.ones(2, 3))).sum().backward()
+    for optimizer in made if sys.argv[1] != "inside" else ():
+        optimizer.step()
+        optimizer.zero_grad()
+    if step == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("observer", ["python", "native"])
+@pytest.mark.parametrize("optimizers", ["one", "two", "inside"])
+def test_step_that_was_over_when_the_job_was_killed_has_its_row(
+    optimizers: str, observer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADTRACE_NATIVE_CACHE", str(native_observer.NOWHERE))
+    if observer == "native":
+        native_observer.build_or_skip()
+    environment = os.environ | {
+        "GRADTRACE_DIR": str(tmp_path / "run"), "GRADTRACE_OBSERVER": observer, "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    job = subprocess.run(
+        [sys.executable, "-c", STEPS, optimizers, "2"], env=environment, timeout=100, check=False
+    )
+    assert job.returncode == -9
+    run = open_run(tmp_path / "run")
+    with contextlib.closing(connect([run])) as connection:
+        rows = connection.execute(
+            "SELECT step, backward_count, ended_by, end_ns > start_ns FROM steps ORDER BY step"
+        ).fetchall()
+    assert rows == [(step, 1, "optimizer", True) for step in range(3)]
 
 
 HANGS = """

@@ -246,7 +246,8 @@ def _skipped_inside(scaler: Any, optimizer: Any) -> bool | None:
     """
     if not scaler.is_enabled():
         return False
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    states: Any = getattr(scaler, "_per_optimizer_states", {})
+    found = states.get(id(optimizer), {}).get("found_inf_per_device")
     if not found or any(one.device.type != "cpu" for one in found.values()):
         return None
     return any(bool(one) for one in found.values())
