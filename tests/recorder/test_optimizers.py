@@ -239,6 +239,20 @@ class Lookahead(torch.optim.Optimizer):
         return loss
 
 
+class Known(torch.optim.SGD):
+    """Knows what wraps it."""
+
+    around: Any = None
+
+
+class Mutual(Lookahead):
+    """Is known by what it wraps."""
+
+    def __init__(self, optimizer: Known) -> None:
+        super().__init__(optimizer)
+        optimizer.around = self
+
+
 class Plain:
     """No optimizer of torch's."""
 
@@ -256,6 +270,7 @@ def test_of_a_wrapper_what_it_holds_is_recorded(tmp_path: Path) -> None:
     ways: dict[str, Callable[[Any], Any]] = {
         "Container": lambda net: Container([sgd(net[0]), sgd(net[2])]),
         "Lookahead": lambda net: Lookahead(sgd(net)),
+        "Mutual": lambda net: Mutual(Known(net.parameters(), lr=0.1)),
         "Plain": lambda net: Plain(sgd(net)),
     }
     for name, make in ways.items():
@@ -267,7 +282,9 @@ def test_of_a_wrapper_what_it_holds_is_recorded(tmp_path: Path) -> None:
                 optimizer.step()
         inner = range(2 if name == "Container" else 1)
         assert rows(tmp_path / name, GROUPS) == [
-            (step, index, "SGD", name, 0.1) for step in (0, 1) for index in inner
+            (step, index, "Known" if name == "Mutual" else "SGD", name, 0.1)
+            for step in (0, 1)
+            for index in inner
         ], name
         finals = rows(
             tmp_path / name,

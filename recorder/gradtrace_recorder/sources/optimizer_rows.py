@@ -29,10 +29,10 @@ class _Known:
 
     __slots__ = ("held", "index", "ref", "wrapper")
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, held: Iterable[Any]) -> None:
         self.ref = weakref.ref(optimizer)
         self.index: int | None = None
-        self.held = [weakref.ref(one) for one in held_optimizers(optimizer)]
+        self.held = [weakref.ref(one) for one in held]
         self.wrapper = _wrapper_class(optimizer)
 
 
@@ -149,8 +149,14 @@ class OptimizerRows:
     def _known_of(self, optimizer: Any) -> _Known:
         known = self._known.get(id(optimizer))
         if known is None or known.ref() is not optimizer:
-            known = self._known[id(optimizer)] = _Known(optimizer)
+            held = [one for one in held_optimizers(optimizer) if not self._is_held(optimizer, one)]
+            known = self._known[id(optimizer)] = _Known(optimizer, held)
         return known
+
+    def _is_held(self, optimizer: Any, by: Any) -> bool:
+        """Whether the other one holds it: of two that know each other the one that steps first is the wrapper."""
+        known = self._known.get(id(by))
+        return known is not None and any(ref() is optimizer for ref in known.held)
 
 
 def held_optimizers(optimizer: Any) -> list[Any]:
