@@ -20,6 +20,7 @@ from gradtrace_analyzer.doctor.recorded import recorded
 from gradtrace_analyzer.doctor.surroundings import surroundings
 from gradtrace_analyzer.reports.doctor import explanation
 from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.sql.history import open_history
 from gradtrace_analyzer.sql.inventory import inventory
 from support.answers.commands import asked
 from support.environment.small_disk import small_disk
@@ -206,6 +207,16 @@ def test_ranks_that_were_not_asked_for_are_not_missing(tmp_path: Path) -> None:
     assert [one.state for one in recorded(open_run(run)).ranks] == [
         "ended", "not_asked", "ended", "not_asked", "ended", "ended",
     ]  # fmt: skip
+
+
+def test_attempts_that_are_read_as_one_are_not_told_as_others(tmp_path: Path) -> None:
+    for attempt, first in enumerate((0, 2)):
+        steps = [{"step": first + n} for n in range(2)]
+        build_run(tmp_path / "a", {"steps": steps}, attempt=attempt)
+    [found] = [f for f in recorded(open_history(tmp_path / "a")).findings if f.name == "attempts"]
+    assert (found.mark, found.said) == (
+        "ok", "read as one history: attempt 0, attempt 1 from step 2 on",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

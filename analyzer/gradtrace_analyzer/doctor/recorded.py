@@ -89,7 +89,10 @@ def _ranks(run: Run, ranks: Sequence[RankRecorded]) -> Iterator[Finding]:
         for steps, same in alike.items()
     )
     yield Finding("ranks", "ok" if len(alike) == 1 else "note", said)
-    older = [number for number in run.attempts if number != run.attempt]
+    if run.as_joined is not None:
+        yield Finding("attempts", "ok", f"read as one history: {run.as_joined}")
+    read = {run.attempt, *(of.run.attempt for of in run.history)}
+    older = [number for number in run.attempts if number not in read]
     if older:
         yield Finding(
             "attempts",

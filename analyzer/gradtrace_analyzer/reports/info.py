@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gradtrace_analyzer.reports.tables import table_lines
-from gradtrace_analyzer.runs.attempts import SOURCES, AttemptStory
+from gradtrace_analyzer.runs.attempts import OTHER_PARAMETERS, SOURCES, AttemptStory
 from gradtrace_analyzer.runs.flight import shortened_count, trigger_lines
 from gradtrace_analyzer.runs.last_seen import last_seen
 from gradtrace_analyzer.sql.inventory import Inventory
@@ -68,6 +68,8 @@ def attempt_sentence(story: AttemptStory) -> str:
         said[0] += f" (it counted from {story.first - story.step_shift})"
     if story.joined_by is not None:
         said[0] += f", continues those before ({SOURCES[story.joined_by]})"
+    if story.same_parameters is False:
+        said.append(OTHER_PARAMETERS)
     if story.why_not is not None:
         said.append(f"not joined to those before: {story.why_not}")
     if story.repeated is not None:

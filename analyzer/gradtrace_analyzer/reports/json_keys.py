@@ -464,6 +464,7 @@ INFO = keys_of({
             "step_shift": "integer: What is added to the steps' own numbers.",
             "joined_by": "text?: What says which step it goes on with: `framework`, `offset`, `job`, `parameters`.",
             "why_not": "text?: Why it does not continue them.",
+            "same_parameters": "boolean?: Whether it began with the parameters that were there before, bit for bit.",
             "repeated": "[integer]?: First and last of the steps that were done before.",
             "gap": "[integer]?: First and last of the steps in between that are not there.",
             "read": "[integer]?: First and last of its steps that are read.",

@@ -40,8 +40,10 @@ class AttemptStory:
     """What became of an attempt, in the numbers of the history that it belongs to.
 
     It recorded the steps `first` to `last`, numbered `step_shift` higher than by itself, and ended as `ending` says.
-    It continues the attempts before it as `joined_by` says, or not, and `why_not`. `repeated` are its steps that others
-    had recorded before, `gap` those between that nobody did, `read` those of which its rows are read; first and last.
+    It continues the attempts before it as `joined_by` says, or not, and `why_not`. `same_parameters`: whether it began
+    with the parameters that were there before, bit for bit; None where that was not recorded. `repeated` are its steps
+    that others had recorded before, `gap` those between that nobody did, `read` those of which its rows are read; first
+    and last.
     """
 
     attempt: int
@@ -51,6 +53,7 @@ class AttemptStory:
     step_shift: int = 0
     joined_by: JoinedBy | None = None
     why_not: str | None = None
+    same_parameters: bool | None = None
     repeated: tuple[int, int] | None = None
     gap: tuple[int, int] | None = None
     read: tuple[int, int] | None = None
@@ -106,6 +109,9 @@ def is_doubtful(before: Span, after: Span) -> bool:
     """Whether an attempt's number may be that of the one before: a launcher that restarts ranks keeps the variable."""
     return after.numbered_by == before.numbered_by == "offset" and after.begins == before.begins
 
+
+# What the numbers of an attempt that continues others do not say.
+OTHER_PARAMETERS = "it begins with other parameters than those that were there before"
 
 SOURCES: dict[JoinedBy, str] = {
     "framework": "the framework's counter",

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
-from gradtrace_analyzer.runs.attempts import AttemptStory
+from gradtrace_analyzer.runs.attempts import OTHER_PARAMETERS, AttemptStory
 from gradtrace_analyzer.runs.facts import understood
 from gradtrace_analyzer.runs.files import JsonFiles, names_in, unreadable
 from gradtrace_analyzer.runs.journals import Journal, found_journals, leftover_rows, without_gap
@@ -108,7 +108,11 @@ class Run:
         """`attempt 0, attempt 1 from step 5 on`; None of one attempt alone."""
         if not self.history:
             return None
-        later = (f"attempt {n} from step {step} on" for step, n in self.first_of_attempts.items())
+        apart = {story.attempt for story in self.stories if story.same_parameters is False}
+        later = (
+            f"attempt {n} from step {step} on{f' ({OTHER_PARAMETERS})' if n in apart else ''}"
+            for step, n in self.first_of_attempts.items()
+        )
         return ", ".join((f"attempt {self.history[0].run.attempt}", *later))
 
     def shifted(self, count: int) -> Run:

@@ -60,6 +60,7 @@ def _joined(runs: Sequence[Run]) -> Run:
             continue
         found = _link(chain, run, span) if chain else Link()
         member = _member(run, span, found)
+        same = None if found.joined_by is None else _same_parameters(chain, member)
         chain = [*chain, member] if found.joined_by is not None else [member]
         told[run.attempt] = AttemptStory(
             run.attempt,
@@ -69,6 +70,7 @@ def _joined(runs: Sequence[Run]) -> Run:
             step_shift=found.step_shift,
             joined_by=found.joined_by,
             why_not=found.why_not,
+            same_parameters=same,
             **_against_earlier(chain),
         )
     newest = runs[-1]
@@ -117,6 +119,32 @@ def _link(chain: Sequence[_Member], run: Run, span: Span) -> Link:
     if span.numbered_by is None or is_doubtful(chain[-1].span, span):
         equal = continued_steps([of.run for of in chain], run)
     return link([of.span for of in chain], first, last, span, equal)
+
+
+def _same_parameters(chain: Sequence[_Member], member: _Member) -> bool | None:
+    """Whether an attempt began with the parameters that the history had where it took over: numbers alone do not say.
+
+    None where either did not record them, or the attempt recorded nothing of the step with which it took over.
+    """
+    if member.link.joined_by == "parameters":
+        return True
+    if member.span.first != member.begins:
+        return None
+    step, ranks = member.begins, sorted(member.run.ranks)
+    mine = _states_of(member.run, ranks, "before", step)
+    for earlier in reversed(chain):
+        for point, at in (("before", step), ("after", step - 1)):
+            theirs = _states_of(earlier.run, ranks, point, at)
+            both = mine.keys() & theirs.keys()
+            if both:
+                return all(mine[rank] == theirs[rank] for rank in both)
+    return None
+
+
+def _states_of(run: Run, ranks: Sequence[int], point: str, step: int) -> dict[int, tuple[int, int]]:
+    with contextlib.closing(connect([run], tables=(PARAMETERS,))) as connection:
+        found = _states(connection, ranks, point, step=step)
+    return {rank: state for (rank, _), state in found.items()}
 
 
 def _bounds(chain: Sequence[_Member]) -> tuple[int, int]:
@@ -325,9 +353,12 @@ def _states(
     point: str,
     *,
     only_first: bool = False,
+    step: int | None = None,
 ) -> Mapping[tuple[int, int], tuple[int, int]]:
-    """By rank and step, a number that stands for all its parameters at that point, and how many there are."""
+    """By rank and step (all, or the one), a number that stands for all its parameters at that point, and how many
+    there are."""
     chosen = f"point = '{point}' AND kind = 'parameter' AND rank IN ({', '.join(map(str, ranks))})"
+    chosen += "" if step is None else f" AND step = {step}"
     first = (
         f" SEMI JOIN (SELECT rank, min(step) AS step FROM parameters WHERE {chosen} GROUP BY rank) USING (rank, step)"
         if only_first

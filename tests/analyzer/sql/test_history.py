@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace_analyzer.diff.scope.cover import torn_ends
+from gradtrace_analyzer.reports.info import attempt_sentence
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import journal_rows, row_counts
 from gradtrace_analyzer.sql.history import continued_steps, open_history
@@ -98,6 +99,21 @@ def test_what_begins_anew_is_read_alone_and_steps_that_nobody_did_are_named(tmp_
     # Of several that could be it, none is taken: nothing was learnt in step 1.
     unmoved = open_history(attempts(tmp_path / "c", steps_of([0, 1, 1, 2]), steps_of([1, 2])))
     assert not unmoved.history and "several steps (1 and 2)" in str(unmoved.stories[1].why_not)
+
+
+def test_numbers_that_go_on_do_not_hide_that_the_parameters_are_others(tmp_path: Path) -> None:
+    whole = open_history(attempts(tmp_path / "a", steps_of([0, 1]), steps_of([2, 3], 2)))
+    again = open_history(attempts(tmp_path / "b", steps_of([0, 1, 2]), steps_of([2, 3], 2)))
+    lost = open_history(attempts(tmp_path / "c", steps_of([0, 1]), steps_of([0, 1], 2)))
+    unknown = open_history(attempts(tmp_path / "d", steps_of([0, 1]), steps_of([2, 3], 4)))
+    assert [run.stories[1].same_parameters for run in (whole, again, lost, unknown)] == [
+        True, True, False, None,
+    ]  # fmt: skip
+    assert whole.as_joined == "attempt 0, attempt 1 from step 2 on"
+    told = "it begins with other parameters than those that were there before"
+    assert lost.as_joined == f"attempt 0, attempt 1 from step 2 on ({told})"
+    assert f"; {told}; " in attempt_sentence(lost.stories[1])
+    assert told not in attempt_sentence(whole.stories[1])
 
 
 def test_numbers_and_clocks_go_on_where_a_rank_is_read_as_one(tmp_path: Path) -> None:
