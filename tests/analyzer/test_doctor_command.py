@@ -19,7 +19,7 @@ from gradtrace_analyzer.doctor.interpreter import Interpreter
 from gradtrace_analyzer.doctor.recorded import recorded
 from gradtrace_analyzer.doctor.surroundings import surroundings
 from gradtrace_analyzer.reports.doctor import explanation
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.sql.history import open_history
 from gradtrace_analyzer.sql.inventory import inventory
 from support.answers.commands import asked

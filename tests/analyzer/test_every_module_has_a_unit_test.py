@@ -32,7 +32,7 @@ EXEMPT = {
     "failures.waiting": "through `failures`: tests/whole/test_failures.py has the ranks that it is about",
     "numerics.hook_promises": "through `check`: tests/analyzer/check/laws/test_reductions.py",
     "runs.flight": "through `open_run`: tests/whole/test_flight.py",
-    "runs.journals": "through `open_run`: test_run.py",
+    "runs.journals": "through `open_run`: test_opening.py",
     "runs.last_seen": "through `failures` and `repair`: test_failures_command.py, test_repair.py",
     "timing": "through `timing` of jobs whose times are made up: tests/analyzer/timing",
 }

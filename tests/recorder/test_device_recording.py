@@ -381,7 +381,7 @@ def test_a_killed_rank_keeps_what_had_come(tmp_path: Path) -> None:
     script = KILLED.format(paths=sys.path, run=str(tmp_path / "run"))
     done = subprocess.run([sys.executable, "-c", script], timeout=60, env=dict(os.environ))
     assert done.returncode == -signal.SIGKILL
-    from gradtrace_analyzer.runs.run import open_run
+    from gradtrace_analyzer.runs.opening import open_run
     from gradtrace_analyzer.sql.views import connect
 
     found = (

@@ -22,7 +22,7 @@ from gradtrace_analyzer.check.check import check
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.reports.check import as_object as check_object
 from gradtrace_analyzer.reports.diff.json_object import as_object as diff_object
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from support.recordings.in_process import recording, rows
 from support.recordings.known_modules import equal_bits
 

@@ -93,7 +93,7 @@ def test_children_that_multiprocessing_starts_are_recorded_each_as_its_rank(
     script.write_text(SPAWN)
     done = run_python([str(script), method], tmp_path / "run")
     assert done.returncode == 0, done.stderr
-    from gradtrace_analyzer.runs.run import open_run
+    from gradtrace_analyzer.runs.opening import open_run
     from gradtrace_analyzer.sql.views import connect
 
     run = open_run(tmp_path / "run")

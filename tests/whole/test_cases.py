@@ -259,8 +259,8 @@ def test_case_07_one_rank_skips_a_batch(case: Case) -> None:
     answer = case.diff()
     differs_at(answer, step=2, rank=0, link="structure")
     assert (
-        "made 1 forward in the baseline that no backward pass followed, and none in the"
-        in (answer["explanation"])
+        "made 1 forward in the baseline that no backward pass followed, and no forward in the"
+        in answer["explanation"]
     )
     assert [(o["step"], o["ranks"], o["link"]) for o in answer["inherited"]] == [(2, [1], "bucket")]
     assert [(f["side"], f["step"], f["rank"]) for f in answer["failures"]] in (

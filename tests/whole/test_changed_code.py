@@ -17,7 +17,7 @@ from gradtrace_analyzer.diff.scope.selection import Selection, chosen
 from gradtrace_analyzer.errors import BadRename
 from gradtrace_analyzer.reports.diff.json_object import as_object
 from gradtrace_analyzer.reports.diff.text import lines
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from support.models.wrong_derivative import Scale
 from support.recordings.in_process import recording
 

@@ -12,7 +12,7 @@ from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.reports import check as check_report
 from gradtrace_analyzer.reports.diff.json_object import as_object
 from gradtrace_analyzer.reports.diff.text import lines
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from support.launching.launcher import run_job
 
 JOB = """

@@ -14,7 +14,7 @@ from torch import nn
 
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.reports.diff.json_object import as_object
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from support.models.wrong_derivative import Scale
 from support.recordings.in_process import recording
 from support.synthetic_runs.builder import build_run, summary_columns

@@ -14,7 +14,7 @@ import gradtrace_analyzer.diff.pairing.opening as opening
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.diff.scope.selection import chosen
 from gradtrace_analyzer.reports.diff.json_object import as_object
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from support.recordings.in_process import recording
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gradtrace_analyzer.failures.endings import endings
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.sql.inventory import inventory
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas import ALL_TABLES

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas.journal_reader import text_of
 from support.answers.commands import told

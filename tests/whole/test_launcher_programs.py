@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from support.launching.launched import JOB, bits, free_port, is_one_attempt, must_be_equal
 from support.launching.launcher import JobResult, run_command
 

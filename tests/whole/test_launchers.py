@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from gradtrace_analyzer.runs.run import Run, open_run
+from gradtrace_analyzer.runs.opening import open_run
+from gradtrace_analyzer.runs.run import Run
 from gradtrace_schemas import layout
 from support.launching.launched import JOB, bits, free_port, is_one_attempt, must_be_equal
 from support.launching.launcher import run_job

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradtrace_analyzer.failures.endings import endings
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from support.answers.commands import told
 from support.launching.launcher import run_job
 

@@ -268,7 +268,7 @@ def test_a_collective_that_fails_raises_what_it_raises_unrecorded(tmp_path: Path
 def rows_of_a_living_run(run: Path) -> list[tuple[Any, ...]]:
     import contextlib
 
-    from gradtrace_analyzer.runs.run import open_run
+    from gradtrace_analyzer.runs.opening import open_run
     from gradtrace_analyzer.sql.views import connect
 
     with contextlib.closing(connect([open_run(run)])) as connection:

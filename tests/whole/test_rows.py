@@ -18,7 +18,7 @@ from gradtrace_analyzer.reports import check as check_report
 from gradtrace_analyzer.reports import failures as failures_report
 from gradtrace_analyzer.reports.diff.json_object import as_object
 from gradtrace_analyzer.reports.diff.text import lines
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from support.launching.launcher import run_job
 from support.recordings.lacking import tables_of, without
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gradtrace_analyzer.failures.endings import endings
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.sql.views import connect
 
 TRAIN = """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.sql.views import connect
 from support.answers.commands import asked, told
 from support.launching.launcher import run_job

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from gradtrace_analyzer.commands import answer, examples, tell
+from gradtrace_analyzer.runs.opening import require_run
 from gradtrace_analyzer.runs.repair import CannotRepair, repairs
-from gradtrace_analyzer.runs.run import require_run
 
 
 @click.command(epilog=examples("analyzer repair runs/a"))

@@ -6,7 +6,7 @@ import click
 
 from gradtrace_analyzer.commands import answer, attempt_option, examples, run_argument
 from gradtrace_analyzer.runs.flight import triggered
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.words.numbers import steps_phrase
 
 

@@ -14,7 +14,8 @@ from gradtrace_analyzer.doctor.finding import Finding
 from gradtrace_analyzer.doctor.interpreter import Interpreter
 from gradtrace_analyzer.errors import GradtraceError
 from gradtrace_analyzer.progress import progress
-from gradtrace_analyzer.runs.run import Run, open_run
+from gradtrace_analyzer.runs.opening import open_run
+from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.words.numbers import ms_text
 
 _ROUNDS = 2

@@ -14,7 +14,8 @@ import duckdb
 
 from gradtrace_analyzer.runs.attempts import AttemptStory, Link, Span, is_doubtful, link
 from gradtrace_analyzer.runs.last_seen import last_seen
-from gradtrace_analyzer.runs.run import RankInfo, Run, Stretch, open_attempts, open_run
+from gradtrace_analyzer.runs.opening import open_attempts, open_run
+from gradtrace_analyzer.runs.run import RankInfo, Run, Stretch
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_analyzer.words.numbers import ranks_phrase, spans
 from gradtrace_schemas.modules import MODULE_CALLS

@@ -14,7 +14,8 @@ import pytest
 from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.diff.origin import Origin
-from gradtrace_analyzer.runs.run import Run, open_run
+from gradtrace_analyzer.runs.opening import open_run
+from gradtrace_analyzer.runs.run import Run
 from support.synthetic_runs.builder import build_run, summary_columns
 from support.synthetic_runs.known_origins import PLACES, STEP, Fault, Rows, ThreeHeads
 

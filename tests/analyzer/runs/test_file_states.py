@@ -15,7 +15,7 @@ from gradtrace_analyzer.cli import analyzer
 from gradtrace_analyzer.errors import Unreadable
 from gradtrace_analyzer.runs.facts import understood
 from gradtrace_analyzer.runs.files import JsonFiles, names_in, opened, parsed
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from support.environment.small_disk import small_disk
 from support.stress import file_states
 from support.stress.file_states import asked, complaint, restricted

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace_analyzer.failures.endings import endings
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.runs.repair import CannotRepair, Repaired, repairs
-from gradtrace_analyzer.runs.run import open_run
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas import ALL_TABLES
 from gradtrace_schemas.processes import machine_token, start_of

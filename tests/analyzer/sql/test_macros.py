@@ -19,7 +19,7 @@ from gradtrace_analyzer.numerics.sketches import (
     relative_error_sql,
 )
 from gradtrace_analyzer.numerics.tolerance import PRECISIONS, ROUNDOFF, roundoff
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.sql.views import connect, connect_pair
 from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
 from support.synthetic_runs.builder import build_run

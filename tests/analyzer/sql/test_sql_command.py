@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from gradtrace_analyzer.cli import analyzer
 from gradtrace_analyzer.errors import BadQuery
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.sql.sealed import answered
 from support.synthetic_runs.builder import build_run
 

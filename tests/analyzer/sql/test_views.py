@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.sql.views import connect, connect_pair, run_names
 from gradtrace_schemas import ALL_TABLES, layout
 from support.synthetic_runs.builder import add_part, build_run, part_rows, summary_columns

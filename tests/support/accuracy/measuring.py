@@ -13,7 +13,7 @@ from typing import Any
 
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.reports.diff.json_object import as_object
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from support.accuracy.families import FAMILIES
 from support.accuracy.faults import KINDS
 from support.accuracy.training import BASELINES, CHANGES, DTYPES, train

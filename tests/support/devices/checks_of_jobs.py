@@ -299,7 +299,7 @@ def check_ends(place: Place) -> str:
         wanted = -9 if killed else 0
         last = done.stderr[-400:]
         place.expect(done.returncode == wanted, f"{run.name}: ended with {done.returncode}: {last}")
-        from gradtrace_analyzer.runs.run import open_run
+        from gradtrace_analyzer.runs.opening import open_run
         from gradtrace_analyzer.sql.views import connect
 
         with contextlib.closing(connect([open_run(run)])) as connection:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from support.answers.commands import asked, told
 
 JOB = Path(__file__).resolve().parents[1] / "jobs" / "launched.py"

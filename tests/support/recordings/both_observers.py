@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas import TABLES
 from support.recordings.in_process import recording

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gradtrace_recorder
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.sql.views import connect
 
 

@@ -19,7 +19,7 @@ from gradtrace_analyzer.cli import is_of_damage
 from gradtrace_analyzer.errors import GradtraceError
 from gradtrace_analyzer.failures.endings import endings
 from gradtrace_analyzer.runs.last_seen import of_journal, of_object
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_recorder.journal import JournalWriter
 from gradtrace_schemas import ALL_TABLES, TABLES, layout

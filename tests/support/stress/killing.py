@@ -22,8 +22,9 @@ from typing import Any
 import duckdb
 
 from gradtrace_analyzer.failures.endings import endings
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.runs.repair import Repaired, repairs
-from gradtrace_analyzer.runs.run import Run, open_run
+from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.views import connect, connect_pair
 from gradtrace_schemas import ALL_TABLES
 from gradtrace_schemas.nodes import NODE_EVENTS

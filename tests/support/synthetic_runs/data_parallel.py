@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from gradtrace_analyzer.check.check import opened_evidence
 from gradtrace_analyzer.check.law import Findings, Law
 from gradtrace_analyzer.cli import analyzer
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from support.synthetic_runs.builder import build_run, summary_columns
 
 Array = npt.NDArray[Any]

@@ -13,7 +13,7 @@ from gradtrace_analyzer.diff.links import LINK_TABLES
 from gradtrace_analyzer.diff.pairing.opening import RunPair
 from gradtrace_analyzer.diff.pairing.sieve import sieved
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.sql.footers import row_counts
 from gradtrace_analyzer.sql.views import connect_pair
 from support.synthetic_runs.layer_chain import layered_run

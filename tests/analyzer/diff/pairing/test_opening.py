@@ -14,7 +14,7 @@ import gradtrace_analyzer.diff.pairing.pairs as pairing
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.reports.diff.json_object import as_object
 from gradtrace_analyzer.reports.tables import json_text
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_schemas import TABLES
 from support.synthetic_runs.builder import build_run
 from support.synthetic_runs.large import Change, Sizes, build_large

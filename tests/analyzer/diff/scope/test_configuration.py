@@ -13,7 +13,7 @@ from gradtrace_analyzer.diff.scope.configuration import apart_in_configuration, 
 from gradtrace_analyzer.errors import GradtraceError
 from gradtrace_analyzer.reports.diff.json_object import as_object
 from gradtrace_analyzer.reports.diff.text import lines
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_schemas import layout
 from support.synthetic_runs.builder import build_run, summary_columns
 

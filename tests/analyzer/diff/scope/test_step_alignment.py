@@ -13,7 +13,8 @@ from gradtrace_analyzer.diff.scope.step_alignment import (
 )
 from gradtrace_analyzer.errors import BadAlignment
 from gradtrace_analyzer.reports.diff.numbering import with_both_numbers
-from gradtrace_analyzer.runs.run import Run, open_run
+from gradtrace_analyzer.runs.opening import open_run
+from gradtrace_analyzer.runs.run import Run
 from support.synthetic_runs.builder import build_run, summary_columns
 
 

@@ -11,7 +11,7 @@ import pytest
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.diff.tolerances.noise import SCATTER, Noise, RepeatRuns
 from gradtrace_analyzer.errors import NoRepeat
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from support.synthetic_runs.builder import build_run
 from support.synthetic_runs.differences import Row, paired, run_of, sides
 

@@ -11,7 +11,7 @@ import gradtrace_analyzer.diff.pairing.opening as opening
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.errors import NoRepeat
 from gradtrace_analyzer.reports.diff.json_object import as_object
-from gradtrace_analyzer.runs.run import open_run
+from gradtrace_analyzer.runs.opening import open_run
 from support.answers.commands import asked
 from support.synthetic_runs.builder import build_run
 from support.synthetic_runs.large import Sizes, build_large

@@ -13,7 +13,8 @@ import pytest
 
 from gradtrace_analyzer.errors import NewerSchema, NoSuchAttempt, NotARun
 from gradtrace_analyzer.failures.endings import endings
-from gradtrace_analyzer.runs.run import Run, open_run
+from gradtrace_analyzer.runs.opening import open_run
+from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.views import connect
 from gradtrace_schemas import layout
 from gradtrace_schemas.journal import (
