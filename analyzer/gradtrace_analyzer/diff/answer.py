@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from gradtrace_analyzer.diff.code.legal_changes import LossScale, SetAside
 from gradtrace_analyzer.diff.code.structure import OneSided
 from gradtrace_analyzer.diff.divided.part_sums import PartSums
-from gradtrace_analyzer.diff.findings.rerun_nodes import RerunNode
+from gradtrace_analyzer.diff.explanations.explanation import Explanation
+from gradtrace_analyzer.diff.findings.unseen import Unseen
 from gradtrace_analyzer.diff.names.renames import Rename
-from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.note import Note
+from gradtrace_analyzer.diff.origin import NonfiniteOrigin, Origin
 from gradtrace_analyzer.diff.origins.chain_rows import ChainRow
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.tolerances.noise import Noise
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from gradtrace_analyzer.numerics.tolerance import Rule
+
+_Explanation = TypeVar("_Explanation", bound=Explanation)
 
 Verdict = Literal["identical", "within_tolerance", "different", "incomparable"]
 
@@ -39,29 +43,25 @@ class Answer:
     structure: tuple[OneSided, ...] = ()
     # For each rank and link the first step that differs and where, how many rows do, the largest error.
     spread: tuple[Mapping[str, Any], ...] = ()
-    # Sentences that a person should know before they believe the answer.
-    notes: tuple[str, ...] = ()
+    # What a person should know before they believe the answer: sentences, or what they are made of.
+    notes: tuple[str | Note, ...] = ()
     # What lies in front of the first origin and was not compared.
-    unseen: tuple[str, ...] = ()
+    unseen: tuple[Unseen, ...] = ()
     # The first difference of all, where the first origin is only the first beyond tolerance.
     first_bits: Origin | None = None
     # Exceptions that left a backward pass on one side alone.
     failures: tuple[OneSidedFailure, ...] = ()
     # The first value that is finite on one side alone, where no origin says so.
-    first_nonfinite: Origin | None = None
-    # Nodes that a pass of one side alone ran again, with a multiple of what arrived before.
-    repeated: tuple[RerunNode, ...] = ()
+    first_nonfinite: NonfiniteOrigin | None = None
+    # What may explain the origins, in the order in which it is told.
+    explanations: tuple[Explanation, ...] = ()
     # Renames that were applied, and what else names and shapes suggest.
     renames: tuple[Rename, ...] = ()
     likely_renames: tuple[Rename, ...] = ()
-    # Recorded counts that may explain the first origin's factor, the likeliest first.
-    causes: tuple[str, ...] = ()
     # What of the origins' step differs nowhere: ranks, links, modules.
     equal: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # The rows around the first origin, where these were asked for.
     chain: tuple[ChainRow, ...] = ()
-    # What stopped a rank, where the first origin is what it did not come to do.
-    deaths: tuple[str, ...] = ()
     # Where the tolerances come from: the rule, or the noise that was measured.
     rule: Rule | None = None
     noise: Noise | None = None
@@ -71,3 +71,7 @@ class Answer:
     aside: tuple[SetAside, ...] = ()
     # Loss scales that were divided out.
     scaled: tuple[LossScale, ...] = ()
+
+    def explanation(self, kind: type[_Explanation]) -> _Explanation | None:
+        """The explanation of that type, where there is one."""
+        return next((one for one in self.explanations if isinstance(one, kind)), None)

@@ -10,33 +10,31 @@ import duckdb
 
 from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.answer import Answer, Verdict
-from gradtrace_analyzer.diff.code.legal_changes import aside_sentence, scaled_sentence
+from gradtrace_analyzer.diff.code.legal_changes import aside_sentence
 from gradtrace_analyzer.diff.code.structure import OneSided, wants_one_sided
 from gradtrace_analyzer.diff.difference import Change
 from gradtrace_analyzer.diff.divided.by_stage import arrange, scheduled_otherwise
 from gradtrace_analyzer.diff.divided.division import divisions, held_nowhere_else
 from gradtrace_analyzer.diff.divided.part_sums import PartSumComparison, PartSums
-from gradtrace_analyzer.diff.findings.annotations import equal_in_step, with_later_ranks, with_root
-from gradtrace_analyzer.diff.findings.factor_causes import likely_causes
+from gradtrace_analyzer.diff.explanations.explanation import Context, Explanation
+from gradtrace_analyzer.diff.explanations.registry import explanations
+from gradtrace_analyzer.diff.findings.annotations import equal_in_step, with_root
 from gradtrace_analyzer.diff.findings.grounds import with_grounds
-from gradtrace_analyzer.diff.findings.replays import replayed
-from gradtrace_analyzer.diff.findings.rerun_nodes import repeated
-from gradtrace_analyzer.diff.findings.skipped_batches import skipped_batches
 from gradtrace_analyzer.diff.findings.unseen import unseen_before
 from gradtrace_analyzer.diff.links import TABLE_NAMES
 from gradtrace_analyzer.diff.names.likely_renames import Naming, settle_names
 from gradtrace_analyzer.diff.names.renames import Rename, new_names
+from gradtrace_analyzer.diff.note import DividedOut, Note
 from gradtrace_analyzer.diff.notes import (
     abandoned,
     compared_with_itself,
     counted_only,
-    deaths_of,
     joined_attempts,
     other_steps,
     partly_followed,
     rng_notes,
 )
-from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origin import CodeOrigin, FailureOrigin, NonfiniteOrigin, Origin
 from gradtrace_analyzer.diff.origins.first_differences import by_rank
 from gradtrace_analyzer.diff.origins.first_differences import first_origins as firsts_of
 from gradtrace_analyzer.diff.origins.search import StepSearch
@@ -209,7 +207,7 @@ def _compared(
         *,
         origins: Sequence[Origin] = (),
         inherited: Sequence[Origin] = (),
-        notes: Sequence[str] = (),
+        notes: Sequence[str | Note] = (),
         first_bits: Origin | None = None,
         sums: PartSums | None = None,
     ) -> Answer:
@@ -219,14 +217,24 @@ def _compared(
         here = None if step is None else around(step)
         roots = {} if here is None else here.roots()
         are_sums = sums is not None
-        origins = [
-            _with_replays(
-                connection, with_grounds(recorded, with_root(o, roots), are_sums=are_sums)
+        origins = tuple(
+            with_grounds(recorded, with_root(o, roots), are_sums=are_sums) for o in origins
+        )
+        told: tuple[Explanation, ...] = ()
+        if here is not None:
+            origins, told = explanations(
+                Context(
+                    connection,
+                    runs,
+                    cover,
+                    origins,
+                    here,
+                    failures,
+                    spread,
+                    "sums" if are_sums else "ranks" if stages is None else "stages",
+                    alignment.may_differ,
+                )
             )
-            for o in (with_later_ranks(origins, spread) if origins and sums is None else origins)
-        ]
-        died = deaths_of(runs, cover, failures) if origins else []
-        is_undone = bool(origins) and _is_undone(origins[0])
         chain = (
             here.chain_rows(origins[0].difference, differences)
             if here and with_chain and sums is None
@@ -242,8 +250,7 @@ def _compared(
             structure=(*_lone_ranks(cover), *lone),
             renames=naming.renames,
             likely_renames=naming.likely,
-            causes=tuple(likely_causes(connection, runs, origins[0])) if origins else (),
-            deaths=tuple(died if is_undone else ()),
+            explanations=told,
             # Rows that do not pair one to one spread over everything.
             spread=()
             if sums is not None
@@ -262,12 +269,6 @@ def _compared(
                 *([] if stages is None else [stages.note()]),
                 *(partly_followed(alignment, origins) if sums is None else ()),
                 *abandoned(alignment, origins),
-                *(() if is_undone else died),
-                *(
-                    skipped_batches(connection, inputs=alignment.may_differ("inputs"))
-                    if origins and stages is None and sums is None
-                    else ()
-                ),
             ),
             unseen=tuple(
                 unseen_before(runs, cover, origins[0], common, recorded.links(origins[0].step))
@@ -276,7 +277,6 @@ def _compared(
             ),
             first_bits=first_bits,
             failures=tuple(failures),
-            repeated=tuple(repeated(connection, origins[0].step)) if origins else (),
             first_nonfinite=on_ranks(_first_nonfinite(alignment, origins, roots), stages),
             equal=(
                 equal_in_step(differences, cover, here.modules(), roots, recorded.links(here.step))
@@ -293,7 +293,7 @@ def _compared(
     if nothing is not None:
         hint = None if aligned is not None or steps["both"] else alignment_hint(runs)
         return answer("incomparable", nothing, notes=[] if hint is None else [hint])
-    notes = [scaled_sentence(judgement.scaled)] if judgement.scaled else []
+    notes: list[str | Note] = [DividedOut(tuple(judgement.scaled))] if judgement.scaled else []
     if judgement.aside:
         saw = recorded.both_in_any_step("gradients", "point = 'final'", "")
         notes += [aside_sentence(judgement.aside, sees_optimizer=saw)]
@@ -348,7 +348,9 @@ def _compared(
     if failed is not None and (beyond is None or failed < beyond):
         beyond = failed
     quiet = judgement.noise is not None and judgement.noise.is_zero and not changed
-    at_once = beyond == step and any(o.difference.exceeds for o in first_origins if not o.code)
+    at_once = beyond == step and any(
+        o.difference.exceeds for o in first_origins if not isinstance(o, CodeOrigin)
+    )
     if exact or reproducible or quiet or at_once or is_other_model:
         origins, inherited = search_first.origins()
         return answer("different", origins=origins, inherited=inherited, notes=notes)
@@ -364,25 +366,18 @@ def _compared(
     )
 
 
-def _with_replays(connection: duckdb.DuckDBPyConnection, origin: Origin) -> Origin:
-    """The origin with what is known of running its Node again, where a Node gave another gradient."""
-    if origin.link != "backward" or origin.between or origin.difference.table != "node_events":
-        return origin
-    return replace(origin, replays=replayed(connection, origin.difference, origin.ranks))
-
-
 def _first_nonfinite(
     alignment: Alignment, origins: Sequence[Origin], roots: Mapping[int, str]
-) -> Origin | None:
+) -> NonfiniteOrigin | None:
     """The first value that is not finite on one side alone, where the origins do not say so themselves."""
     d = alignment.first_nonfinite() if origins else None
     if d is None or any(o.difference.key == d.key and o.step == d.step for o in origins):
         return None
     reads = d.reads is not None and _finite_apart(d.reads)
     change = d.reads if reads else d.writes
-    if any(o.difference.table == "failures" for o in origins) and d.only_in is not None:
+    if any(isinstance(o, FailureOrigin) for o in origins) and d.only_in is not None:
         return None  # what a failed pass left undone
-    found = Origin(d.link, d, (d.rank,), d.key.get("module_fqn"), change, between=reads)
+    found = NonfiniteOrigin(d, (d.rank,), d.key.get("module_fqn"), change, arrives=reads)
     return with_root(found, roots)
 
 
@@ -392,12 +387,6 @@ def _finite_apart(change: Change) -> bool:
         bool(sides[0].get(count)) != bool(sides[1].get(count))
         for count in ("nan_count", "inf_count")
     )
-
-
-def _is_undone(origin: Origin) -> bool:
-    """Whether it is something that one side did not come to do: a rank that died is then the cause."""
-    waited = origin.failure is not None and origin.failure.row["node_name"] is None
-    return waited or (origin.link == "structure" and not origin.code)
 
 
 def _is_reproducible(

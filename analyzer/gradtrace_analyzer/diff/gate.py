@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.links import LINKS
-from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origin import FailureOrigin, Origin
 from gradtrace_analyzer.errors import BadGate
 
 ANY = "any"
@@ -106,7 +106,7 @@ def _differences(answer: Answer, gate: Gate) -> Iterator[GateFailure]:
             continue
         yield GateFailure("structure", gate, None, lone.first_step, lone.ranks, lone.name)
     for o in answer.origins:
-        if o.link in NO_ERROR or o.failure is not None:
+        if o.link in NO_ERROR or isinstance(o, FailureOrigin):
             yield GateFailure(o.link, gate, None, o.step, o.ranks, o.module_fqn or "")
         elif o.change is not None and o.change.factor is not None:
             # Known exactly, where the spread's errors are estimates.

@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.code.legal_changes import SetAside
 from gradtrace_analyzer.diff.code.structure import Structure
+from gradtrace_analyzer.diff.note import FirstOfAttempt, GeneratorsApart, JoinedAttempts, Note
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.scope.step_alignment import alignment_hint
-from gradtrace_analyzer.failures.crashes import crashes_sentence
-from gradtrace_analyzer.failures.endings import endings
-from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
-from gradtrace_analyzer.failures.phrases import died_phrase
 from gradtrace_analyzer.runs.run import Run, is_same_recording
-from gradtrace_analyzer.words.numbers import counted, ranks_phrase, steps_phrase
+from gradtrace_analyzer.words.numbers import counted
 
 
 def compared_with_itself(runs: Mapping[str, Run]) -> list[str]:
@@ -25,19 +22,16 @@ def compared_with_itself(runs: Mapping[str, Run]) -> list[str]:
     return ["Both sides are the same recording: it was compared with itself."]
 
 
-def joined_attempts(runs: Mapping[str, Run], origins: Sequence[Origin]) -> list[str]:
+def joined_attempts(runs: Mapping[str, Run], origins: Sequence[Origin]) -> list[Note]:
     """Where a later attempt of a side took over, and that an origin lies just there."""
-    found = []
+    found: list[Note] = []
     for side, run in runs.items():
         if not run.history:
             continue
         taken = run.first_of_attempts
-        found.append(f"The {side} is several attempts of one job, read as one: {run.as_joined}.")
+        found.append(JoinedAttempts(side, run))
         if origins and origins[0].step in taken:
-            found.append(
-                f"Step {origins[0].step} is the first of the {side}'s attempt {taken[origins[0].step]}: what it did "
-                "not restore (an optimizer's state, random generators, the place in the data) shows from there on."
-            )
+            found.append(FirstOfAttempt(side, origins[0].step, taken[origins[0].step]))
     return found
 
 
@@ -85,34 +79,10 @@ def abandoned(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
     return []
 
 
-def deaths_of(
-    runs: Mapping[str, Run], cover: Cover, failures: Sequence[OneSidedFailure] = ()
-) -> list[str]:
-    """Where ranks of a side died, or what ended them: what others then failed or stopped with follows from that.
-
-    An exception that is told of a backward pass (`failures`) is not told again.
-    """
-    found = []
-    told = {(f.side, f.row["exception_type"]) for f in failures}
-    for side, crashed in cover.crashes.items():
-        left = [c for c in crashed if c.is_told and (side, c.exception_type) not in told]
-        if left:
-            found.append(f"The {side} crashed: {crashes_sentence(left)}.")
-    for side, run in runs.items():
-        if run.incomplete_ranks:
-            found += [
-                f"The {side}'s {died_phrase(e)}." for e in endings(run).of("died", "silent")[:4]
-            ]
-    return found
-
-
-def rng_notes(alignment: Alignment, steps: Sequence[int]) -> list[str]:
+def rng_notes(alignment: Alignment, steps: Sequence[int]) -> list[Note]:
     """That generators differ, and in which steps, where no difference shows it."""
     apart = {step: ranks for step in steps if (ranks := alignment.rng_differs(step))}
     if not apart:
         return []
     everyone = {rank for ranks in apart.values() for rank in ranks}
-    return [
-        f"The random generators stand elsewhere at the beginning of {steps_phrase(apart)} ({ranks_phrase(everyone)}); "
-        "nothing that was compared shows it."
-    ]
+    return [GeneratorsApart(tuple(apart), tuple(sorted(everyone)))]

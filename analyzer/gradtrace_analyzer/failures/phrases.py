@@ -5,12 +5,15 @@ from __future__ import annotations
 from gradtrace_analyzer.failures.endings import Ending
 from gradtrace_analyzer.runs.last_seen import RankPlace
 from gradtrace_analyzer.words.nouns import module_phrase
+from gradtrace_analyzer.words.numbers import StepWords, step_phrase
 
 
-def died_phrase(ending: Ending) -> str:
-    """`rank 1 died in step 3, in SigmoidBackward0 of blocks.2`."""
+def died_phrase(ending: Ending, step_words: StepWords = step_phrase) -> str:
+    """`rank 1 died in step 3, in SigmoidBackward0 of blocks.2`; `step_words` say the step."""
     verb_ = "died" if ending.state == "died" else "was last seen"
-    where = "before its first event" if ending.place is None else where_phrase(ending.place)
+    where = "before its first event"
+    if ending.place is not None:
+        where = where_phrase(ending.place, step_words)
     return f"rank {ending.rank} {verb_} {where}"
 
 
@@ -20,9 +23,9 @@ def first_line(text: str) -> str:
     return first if len(first) <= 200 else f"{first[:200].rstrip()} ..."
 
 
-def where_phrase(place: RankPlace) -> str:
-    """`in step 3, in SigmoidBackward0 of blocks.2`."""
-    step = "" if place.step is None else f"in step {place.step}, "
+def where_phrase(place: RankPlace, step_words: StepWords = step_phrase) -> str:
+    """`in step 3, in SigmoidBackward0 of blocks.2`; `step_words` say the step."""
+    step = "" if place.step is None else f"in {step_words(place.step)}, "
     if place.doing == "node":
         of = place.parameter_fqn or module_phrase(place.module_fqn)
         again = (

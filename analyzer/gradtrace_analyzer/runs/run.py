@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from gradtrace_analyzer.runs.attempts import OTHER_PARAMETERS, AttemptStory
 from gradtrace_analyzer.runs.parts import DamagedPart, Part
+from gradtrace_analyzer.words.numbers import StepWords, step_phrase
 from gradtrace_schemas import SCHEMA_VERSION
 from gradtrace_schemas.journal_reader import Contents
 
@@ -103,11 +104,15 @@ class Run:
     @property
     def as_joined(self) -> str | None:
         """`attempt 0, attempt 1 from step 5 on`; None of one attempt alone."""
+        return self.joined_words()
+
+    def joined_words(self, step_words: StepWords = step_phrase) -> str | None:
+        """The same, in which `step_words` say the steps."""
         if not self.history:
             return None
         apart = {story.attempt for story in self.stories if story.same_parameters is False}
         later = (
-            f"attempt {n} from step {step} on{f' ({OTHER_PARAMETERS})' if n in apart else ''}"
+            f"attempt {n} from {step_words(step)} on{f' ({OTHER_PARAMETERS})' if n in apart else ''}"
             for step, n in self.first_of_attempts.items()
         )
         return ", ".join((f"attempt {self.history[0].run.attempt}", *later))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+# How a step is said in a sentence: `step 3`, or with its number on another side.
+StepWords = Callable[[int], str]
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -21,6 +24,11 @@ def spans(numbers: Iterable[int]) -> str:
 def ranks_phrase(ranks: Iterable[int]) -> str:
     """`rank 3`, or `ranks 4-7`."""
     return _numbered("rank", ranks)
+
+
+def step_phrase(step: int) -> str:
+    """`step 3`."""
+    return f"step {step}"
 
 
 def steps_phrase(steps: Iterable[int]) -> str:

@@ -232,14 +232,3 @@ def aside_sentence(found: Sequence[SetAside], *, sees_optimizer: bool = True) ->
         if any(a.kind == "optimizer kernel" for a in found)
         else ""
     )
-
-
-def scaled_sentence(found: Sequence[LossScale]) -> str:
-    """That loss scales were divided out, by what and from which step on each. `found` holds at least one."""
-    first, *others = found
-    then = "".join(f", {o.factor:g} times from step {o.first_step} on" for o in others)
-    return (
-        f"The candidate's loss and gradients are {first.factor:g} times the baseline's until they are "
-        "unscaled, from step "
-        f"{first.first_step} on{then} (a loss scale): they were compared, and are shown, divided by it."
-    )

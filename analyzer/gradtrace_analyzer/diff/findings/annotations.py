@@ -1,20 +1,22 @@
-"""What lies around the origins of a step: its root's name, the ranks reached later, and all that stayed equal."""
+"""What lies around the origins of a step: its root's name, and all that stayed equal."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS, link_of
-from gradtrace_analyzer.diff.origin import Origin, Reached
+from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.origins.chain import enclosing
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.words.numbers import spans
 
+_Kind = TypeVar("_Kind", bound=Origin)
 
-def with_root(origin: Origin, roots: Mapping[int, str]) -> Origin:
+
+def with_root(origin: _Kind, roots: Mapping[int, str]) -> _Kind:
     """The origin with its root module's number and class, where there are several and no stage tells them apart."""
     root = origin.difference.key.get("root")
     if root is None or origin.place is not None or len(roots) < 2 or root not in roots:
@@ -25,22 +27,6 @@ def with_root(origin: Origin, roots: Mapping[int, str]) -> Origin:
 def root_name(root: int, roots: Mapping[int, str]) -> str:
     """`root 1 (Discriminator)`."""
     return f"root {root} ({roots[root]})" if roots.get(root) else f"root {root}"
-
-
-def with_later_ranks(
-    origins: Sequence[Origin], spread: Sequence[Mapping[str, Any]]
-) -> list[Origin]:
-    """The origins; a single one with the ranks that it reached in a later step only."""
-    if len(origins) != 1:
-        return list(origins)
-    [origin] = origins
-    known = {*origin.ranks, *(reached.rank for reached in origin.reached)}
-    first: dict[int, Mapping[str, Any]] = {}
-    for entry in sorted(spread, key=lambda e: (e["first_step"], LINKS.index(e["link"]))):
-        if entry["rank"] not in known and entry["first_step"] >= origin.step:
-            first.setdefault(entry["rank"], entry)
-    later = [Reached(rank, e["first_step"], e["link"], {}) for rank, e in sorted(first.items())]
-    return [replace(origin, reached=(*origin.reached, *later))]
 
 
 def equal_in_step(

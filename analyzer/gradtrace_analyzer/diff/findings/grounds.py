@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.origin import Ground, Origin
+from gradtrace_analyzer.diff.origin import Ground, NodeOrigin, Origin, ReceivedOrigin
 from gradtrace_analyzer.diff.scope.recorded import Recorded, Rows
 from gradtrace_analyzer.sql.views import text_literal
 
@@ -67,9 +67,9 @@ def _grounds(
         left = Rows(d.table, step - 1, ranks, "", {**at, "point": "after"})
         if recorded.both(left):
             yield "left"
-    if origin.rewritten is not None:
+    if isinstance(origin, NodeOrigin) and origin.rewritten is not None:
         yield from _of_update(recorded, step, ranks, {**at, "parameter_fqn": origin.rewritten})
-    if d.table == "stage_events" and origin.source is not None:
+    if isinstance(origin, ReceivedOrigin) and origin.source is not None:
         rank, stage = origin.source
         sent = {"stage_index": stage, "microbatch": d.key["microbatch"]}
         if recorded.both(Rows(d.table, step, [rank], "sent_", sent)):

@@ -8,15 +8,45 @@ origin.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.diff.links import LINKS, LOCAL_LINKS
-from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origin import (
+    ArrivingOrigin,
+    BucketInputOrigin,
+    BucketOrigin,
+    BucketSettingsOrigin,
+    CallInputOrigin,
+    CarriedGradientOrigin,
+    ClipOrigin,
+    FailureOrigin,
+    ForwardOrigin,
+    FrozenOrigin,
+    InputsOrigin,
+    LocalGradientOrigin,
+    LoneRowOrigin,
+    LossOrigin,
+    NodeOrigin,
+    OptimizerSettingsOrigin,
+    Origin,
+    ParametersOrigin,
+    PassKindOrigin,
+    ReceivedOrigin,
+    ReducedGradientOrigin,
+    RngOrigin,
+    ScaledOrigin,
+    SentOrigin,
+    SyncOrigin,
+    UnseenGradientOrigin,
+    UpdateOrigin,
+)
 from gradtrace_analyzer.diff.origins.rescaled import first_rescaled
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from gradtrace_analyzer.numerics.sketches import is_same_factor
+
+_Kind = TypeVar("_Kind", bound=Origin)
 
 
 def by_rank(differences: Sequence[Difference], *, exceeding: bool) -> dict[int, list[Difference]]:
@@ -61,7 +91,11 @@ def first_origins(
         first = first_of(own) if own else None
         if first is not None:
             first = _past_unused(first, own, (unused or {}).get(rank, ()), first_of)
-        if first is not None and first.factor is not None and first.link in ("loss", "backward"):
+        if (
+            isinstance(first, ScaledOrigin)
+            and first.factor is not None
+            and first.link in ("loss", "backward")
+        ):
             first = replace(first, rescaled=first_rescaled(own, first.factor))
         if rank in failed and (first is None or _is_explained(first, failed[rank])):
             first = _failed(failed[rank], first)
@@ -89,7 +123,7 @@ def _past_unused(
         return first
     rest = _in_order([d for d in own if not is_unused(d)])
     later = first_of(rest) if rest else first
-    is_scaled = later.factor is not None and (later.link == "loss" or later.between)
+    is_scaled = later.factor is not None and (isinstance(later, LossOrigin) or later.between)
     return replace(later, aside=first.difference) if is_scaled else first
 
 
@@ -125,7 +159,9 @@ def _failed(failure: OneSidedFailure, first: Origin | None) -> Origin:
         event_indices=(index, None) if is_baseline else (None, index),
         values={"failure": (failure.said, None) if is_baseline else (None, failure.said)},
     )
-    return replace(_origin("backward", difference, None), failure=failure)
+    return FailureOrigin(
+        difference, (difference.rank,), difference.key["module_fqn"], failure=failure
+    )
 
 
 def _in_order(differences: list[Difference]) -> list[Difference]:
@@ -148,40 +184,108 @@ def _first(
     own: list[Difference], rng_differs: bool, modules: Collection[str], exceeding: bool
 ) -> Origin:
     first = own[0]
-    change = first.writes
-    arrived = first.reads is not None and first.reads.is_apart(exceeding=exceeding)
     if first.only_in is not None and first.link != "carried_gradient":
-        return _origin("structure", _with_other_kind(own, first), None)
-    if first.table == "module_calls":
-        inputs = [d for d in own if d.table == "inputs" and _same_call(d, first)]
-        if inputs:
-            # Keyword arguments leave their row when the root returns, after the modules inside it.
-            return _origin("inputs", inputs[0], inputs[0].writes, others=len(inputs) - 1)
-        fqn = str(first.key["module_fqn"])
-        module = _module_between(own, first, modules) if arrived else fqn
-        link = "rng" if rng_differs else "forward"
-        return _origin(link, first, first.reads if arrived else change, module, arrived)
-    if first.table == "node_events":
-        if arrived and first.key.get("node_name") == "AccumulateGrad":
-            return _origin("local_gradient", first, first.reads, between=True)
-        change = first.reads if arrived else change
-        return _origin("backward", first, change, first.key.get("module_fqn"), arrived)
-    if first.table == "backward_passes" and "ddp_sync" in first.values:
-        return _origin("bucket", first, None)
-    if first.table == "backward_passes":
-        return _origin("loss", first, _scaled_alike(own, first))
-    if first.table == "stage_events":
-        link = "forward" if first.key["kind"] == "forward" else "backward"
-        return _origin(
-            "stage" if arrived else link, first, first.reads if arrived else change, None, arrived
-        )
-    if first.table == "buckets":
-        change = first.reads if arrived else change
-        return _origin("bucket", first, change, first.key["module_fqn"], arrived)
-    others = sum(_is_alike(d, first) for d in own) - 1
+        return _lone(own, first)
+    return _OF_TABLE.get(first.table, _of_parameter)(
+        _Around(
+            own,
+            modules,
+            rng_differs=rng_differs,
+            arrived=first.reads is not None and first.reads.is_apart(exceeding=exceeding),
+        ),
+        first,
+    )
+
+
+@dataclass(frozen=True)
+class _Around:
+    """The rows of a rank from its first difference on, and what else its kind hangs on: whether that `arrived`."""
+
+    own: list[Difference]
+    modules: Collection[str]
+    rng_differs: bool
+    arrived: bool
+
+
+def _lone(own: list[Difference], first: Difference) -> Origin:
+    first = _with_other_kind(own, first)
+    if first.only_in is None:
+        return _at(PassKindOrigin, first)
+    if first.table == "gradients" and first.key["point"] == "final":
+        return _at(UnseenGradientOrigin, first)
+    return _at(LoneRowOrigin, first)
+
+
+def _of_call(around: _Around, first: Difference) -> Origin:
+    inputs = [d for d in around.own if d.table == "inputs" and _same_call(d, first)]
+    if inputs:
+        # Keyword arguments leave their row when the root returns, after the modules inside it.
+        return replace(_at(InputsOrigin, inputs[0], inputs[0].writes), other_count=len(inputs) - 1)
+    module, change = str(first.key["module_fqn"]), first.writes
+    if around.arrived:
+        module, change = _module_between(around.own, first, around.modules), first.reads
+    if around.rng_differs:
+        return replace(_at(RngOrigin, first, change, module), receives=around.arrived)
+    return _at(CallInputOrigin if around.arrived else ForwardOrigin, first, change, module)
+
+
+def _of_pass(around: _Around, first: Difference) -> Origin:
+    if "ddp_sync" in first.values:
+        return _at(SyncOrigin, first)
+    return _at(LossOrigin, first, _scaled_alike(around.own, first))
+
+
+def _of_node(around: _Around, first: Difference) -> Origin:
+    if not around.arrived:
+        return _at(NodeOrigin, first, first.writes)
+    if first.key.get("node_name") == "AccumulateGrad":
+        return replace(_at(LocalGradientOrigin, first, first.reads), arrives=True)
+    return _at(ArrivingOrigin, first, first.reads)
+
+
+def _of_action(around: _Around, first: Difference) -> Origin:
+    if around.arrived:
+        return _at(ReceivedOrigin, first, first.reads)
+    return _at(SentOrigin, first, first.writes)
+
+
+def _of_bucket(around: _Around, first: Difference) -> Origin:
+    change = first.reads if around.arrived else first.writes
+    if first.values:
+        return _at(BucketSettingsOrigin, first, change)
+    return _at(BucketInputOrigin if around.arrived else BucketOrigin, first, change)
+
+
+def _of_parameter(around: _Around, first: Difference) -> Origin:
+    """Of a row that is of one parameter, or of a group of them."""
+    kind = _OF_LINK[first.link]
+    if first.table == "optimizer_groups":
+        kind = OptimizerSettingsOrigin
+    elif "requires_grad" in first.values:
+        kind = FrozenOrigin
     owner = first.key.get("parameter_fqn")
     holder = str(owner).rpartition(".")[0] if owner is not None else None
-    return _origin(first.link, first, change, holder, others=others)
+    others = sum(_is_alike(d, first) for d in around.own) - 1
+    return replace(_at(kind, first, first.writes, holder), other_count=others)
+
+
+# How a rank's first difference is told by the table of its row; of all others by its link.
+_OF_TABLE: Mapping[str, Callable[[_Around, Difference], Origin]] = {
+    "module_calls": _of_call,
+    "backward_passes": _of_pass,
+    "node_events": _of_node,
+    "stage_events": _of_action,
+    "buckets": _of_bucket,
+}
+_OF_LINK: Mapping[str, type[Origin]] = {
+    "parameters": ParametersOrigin,
+    "inputs": InputsOrigin,
+    "carried_gradient": CarriedGradientOrigin,
+    "local_gradient": LocalGradientOrigin,
+    "reduced_gradient": ReducedGradientOrigin,
+    "clip": ClipOrigin,
+    "optimizer": UpdateOrigin,
+}
 
 
 def _is_alike(d: Difference, first: Difference) -> bool:
@@ -225,17 +329,13 @@ def _scaled_alike(own: Sequence[Difference], loss: Difference) -> Change | None:
     return None
 
 
-def _origin(
-    link: str,
-    difference: Difference,
-    change: Change | None,
-    module: str | None = None,
-    between: bool = False,
-    others: int = 0,
-) -> Origin:
-    if module is None and difference.key.get("module_fqn") is not None:
-        module = difference.key["module_fqn"]
-    return Origin(link, difference, (difference.rank,), module, change, between, others)
+def _at(
+    kind: type[_Kind], d: Difference, change: Change | None = None, module: str | None = None
+) -> _Kind:
+    """An origin of that kind on the row's rank; without a `module` it lies in that of the row."""
+    if module is None:
+        module = d.key.get("module_fqn")
+    return kind(d, (d.rank,), module, change)
 
 
 def _same_call(inputs: Difference, call: Difference) -> bool:

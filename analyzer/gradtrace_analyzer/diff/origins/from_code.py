@@ -12,7 +12,7 @@ from typing import Any
 
 from gradtrace_analyzer.diff.code.structure import Structure
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origin import CodeOrigin
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,14 @@ def origin_of_code(
     changed: Difference | None,
     *,
     exceeding: bool,
-) -> Origin:
+) -> CodeOrigin:
     """The origin that changed code is, with the first difference that follows from it.
 
     `changed` is the first row that it left on one side alone in that step, where it left one.
     """
     apart = [d for d in following if d.exceeds or not exceeding] or following
     first = min(apart, key=lambda d: (d.step, d.rank, d.order))
-    return Origin(
-        "structure",
+    return CodeOrigin(
         changed or first,
         tuple(sorted({d.rank for d in apart})),
         structure.code[0].module_fqn,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.origin import Origin, Reached
+from gradtrace_analyzer.diff.origin import FailureOrigin, LossOrigin, NodeOrigin, Origin, Reached
 from gradtrace_analyzer.diff.origins.across_ranks import joined
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
 from gradtrace_analyzer.diff.origins.dependency_graph import DependencyGraph
@@ -40,7 +40,7 @@ def independent(
     failed = {
         rank: first.failure.row["node_name"] is None
         for rank, first in begun.items()
-        if first.failure is not None
+        if isinstance(first, FailureOrigin)
     }
     graph = joined(chains, dataflow, step_facts, failed, edges, exceeding=exceeding)
     found: list[Numbered] = []
@@ -76,12 +76,11 @@ def _without_rewritten(found: Sequence[Numbered], graph: DependencyGraph) -> lis
         name = str(d.key.get("parameter_fqn") or "")
         node = next(
             (
-                n
+                (n, other)
                 for n, (_, _, other) in enumerate(kept)
                 if origin.link == "optimizer"
                 and d.table == "parameters"
-                and other.difference.table == "node_events"
-                and not other.between
+                and isinstance(other, NodeOrigin)
                 and (other.difference.rank, other.difference.key["root"]) == (d.rank, d.key["root"])
                 and other.module_fqn == name.rpartition(".")[0]
             ),
@@ -90,8 +89,9 @@ def _without_rewritten(found: Sequence[Numbered], graph: DependencyGraph) -> lis
         if node is None:
             kept.append((place, v, origin))
             continue
-        graph.feeders[v].add(kept[node][1])
-        kept[node] = (*kept[node][:2], replace(kept[node][2], rewritten=name))
+        n, changed = node
+        graph.feeders[v].add(kept[n][1])
+        kept[n] = (*kept[n][:2], replace(changed, rewritten=name))
     return kept
 
 
@@ -151,8 +151,10 @@ def _merged(
 
 def _place(origin: Origin) -> tuple[Any, ...]:
     d = origin.difference
-    scale = None if origin.factor is None or origin.link != "loss" else f"{origin.factor:.3g}"
-    passing = () if origin.failure is not None else ("microbatch", "backward_index")
+    scale = None
+    if isinstance(origin, LossOrigin) and origin.factor is not None:
+        scale = f"{origin.factor:.3g}"
+    passing = () if isinstance(origin, FailureOrigin) else ("microbatch", "backward_index")
     key = (str(d.key[k]) for k in sorted(d.key) if k not in passing)
     return (origin.link, d.table, origin.between, scale, *key)
 

@@ -8,7 +8,17 @@ from dataclasses import replace
 from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.links import LOCAL_LINKS
-from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origin import (
+    BucketInputOrigin,
+    BucketSettingsOrigin,
+    CodeOrigin,
+    FailureOrigin,
+    GradientsOrigin,
+    NodeOrigin,
+    Origin,
+    StructureOrigin,
+    SyncOrigin,
+)
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
 from gradtrace_analyzer.diff.origins.first_differences import by_rank, first_origins, origin_of
 from gradtrace_analyzer.diff.origins.from_code import CodeSplit, origin_of_code, split_by_code
@@ -55,7 +65,7 @@ class StepSearch:
         forwards = any(d.table in ("inputs", "module_calls") for d in self._differences)
         # Two passes of a step may fail, one after another: the first is the reason.
         failed = {f.rank: f for f in reversed(failures) if f.step == step}
-        self._of_code: list[Origin] = []
+        self._of_code: list[CodeOrigin] = []
         if apart.following and not apart.others and not failed:
             changed = alignment.first_changed(step)
             self._of_code = [
@@ -81,7 +91,7 @@ class StepSearch:
     def first_origins(self) -> list[Origin]:
         """Where ranks first differ by themselves, or, where none does, where they first differ together."""
         if self._of_code:
-            return self._of_code
+            return [*self._of_code]
         local = [o for o in self._first_origins if _is_of_its_rank(o)]
         return self._placed(same_place_merged(local or self._first_origins))
 
@@ -91,7 +101,7 @@ class StepSearch:
         Where all follows from changed code, that is the origin.
         """
         if self._of_code:
-            return self._of_code, []
+            return [*self._of_code], []
         step = self._here.step
         # A generator that stood elsewhere when the next step began may have been disturbed in this one.
         disturbed = self._alignment.rng_differs(step) | self._alignment.rng_differs(step + 1)
@@ -127,29 +137,36 @@ def _with_one_activation(origins: list[Origin], dataflow: Dataflow) -> list[Orig
     called_with: dict[object, list[int]] = {}
     for n, origin in enumerate(origins):
         key = origin.difference.key
-        if origin.positions and origin.rewritten is None and not origin.between:
+        if isinstance(origin, NodeOrigin) and origin.positions and origin.rewritten is None:
             names = ("microbatch", "root", "module_fqn")
             place = (origin.difference.rank, *(key[name] for name in names))
             row = dataflow.call("baseline", *place, call_index=key["call_index"])
             if row is not None and row.arrived != (None,):
                 called_with.setdefault((origin.difference.rank, row.arrived), []).append(n)
     shared = {n for together in called_with.values() if len(together) > 1 for n in together}
-    return [replace(o, shares_input=n in shared) for n, o in enumerate(origins)]
+    return [
+        replace(o, shares_input=True) if isinstance(o, NodeOrigin) and n in shared else o
+        for n, o in enumerate(origins)
+    ]
 
 
 def _is_of_its_rank(origin: Origin) -> bool:
     """Whether it lies in what the rank does by itself."""
-    if origin.failure is not None and origin.failure.row["node_name"] is None:
+    if isinstance(origin, FailureOrigin) and origin.failure.row["node_name"] is None:
         return False  # it failed while it waited, or in a check: another rank may be the reason
-    if origin.link != "bucket":
-        return origin.link in LOCAL_LINKS or origin.link in ("structure", "stage")
-    return origin.between or bool(origin.difference.values)
+    return (
+        origin.link in LOCAL_LINKS
+        or origin.link == "stage"
+        or isinstance(
+            origin, (StructureOrigin, SyncOrigin, BucketSettingsOrigin, BucketInputOrigin)
+        )
+    )
 
 
 def _with_positions(here: StepReader, origin: Origin) -> Origin:
     """A Node's origin with those of its gradients that differ, where not all do; one alone gives the numbers."""
     d = origin.difference
-    if d.table != "node_events" or None in d.event_indices:
+    if not isinstance(origin, GradientsOrigin) or None in d.event_indices:
         return origin
     direction = "grad_output" if origin.between else "grad_input"
     gradients, before, after = here.node_gradients(d, direction)

@@ -14,7 +14,13 @@ from typing import TypeVar
 import duckdb
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origin import (
+    CodeOrigin,
+    LoneRowOrigin,
+    Origin,
+    ReceivedOrigin,
+    StructureOrigin,
+)
 from gradtrace_analyzer.diff.scope.stages import Stages
 from gradtrace_analyzer.sql.pipelines import (
     ACTIONS,
@@ -26,7 +32,7 @@ from gradtrace_analyzer.sql.pipelines import (
 )
 from gradtrace_analyzer.words.nouns import SIDES
 
-_Origin = TypeVar("_Origin", Origin, Origin | None)
+_Origin = TypeVar("_Origin", bound=Origin | None)
 
 # (rank, stage, microbatch, whether it is a forward): an action, its halves taken as one.
 Action = tuple[int, int, int, bool]
@@ -69,7 +75,9 @@ class StageEdges:
 
     def lone_action(self, first: Origin, differences: Sequence[Difference]) -> Origin:
         """The origin; where what one side alone has is a whole action of a stage, that."""
-        if first.link != "structure" or first.difference.table == "stage_events" or first.code:
+        if not isinstance(first, StructureOrigin) or isinstance(first, CodeOrigin):
+            return first
+        if first.difference.table == "stage_events":
             return first
         for d in differences:
             if (
@@ -78,14 +86,15 @@ class StageEdges:
                 and d.only_in is not None
                 and self._around(d.only_in, first.difference) == self.place(d)
             ):
-                return replace(first, difference=d)
+                return LoneRowOrigin(d, first.ranks, first.module_fqn)
         return first
 
     def placed(self, origin: Origin, apart: Mapping[Action, Difference]) -> Origin:
         """The origin with where in the pipeline it is, and where what it received came from if `apart` has that."""
         place = self.place(origin.difference)
-        if place is None or place.microbatch is None:
-            return replace(origin, place=place)
+        origin = replace(origin, place=place)
+        if not isinstance(origin, ReceivedOrigin) or place is None or place.microbatch is None:
+            return origin
         action = (
             origin.difference.rank,
             place.stage_index,
@@ -94,7 +103,7 @@ class StageEdges:
         )
         received = apart.get(action)
         source = None if received is None else self.source_of(received)
-        return replace(origin, place=place, source=source)
+        return replace(origin, source=source)
 
 
 def on_ranks(origin: _Origin, stages: Stages | None) -> _Origin:
@@ -102,7 +111,9 @@ def on_ranks(origin: _Origin, stages: Stages | None) -> _Origin:
     if stages is None or origin is None:
         return origin
     held = stages.ranks["candidate"]
-    source = origin.source
+    if isinstance(origin, ReceivedOrigin) and origin.source is not None:
+        rank, stage = origin.source
+        origin = replace(origin, source=(held[rank], stage))
     # Passes have been numbered by microbatch.
     key = {**origin.difference.key, "backward_index": None}
     return replace(
@@ -110,7 +121,6 @@ def on_ranks(origin: _Origin, stages: Stages | None) -> _Origin:
         difference=replace(origin.difference, key=key),
         ranks=tuple(held[stage] for stage in origin.ranks),
         place=origin.place or StagePlace(origin.ranks[0] % stages.count),
-        source=None if source is None else (held[source[0]], source[1]),
         reached=tuple(
             replace(r, rank=held[r.rank], key={**r.key, "stage_index": r.rank % stages.count})
             for r in origin.reached

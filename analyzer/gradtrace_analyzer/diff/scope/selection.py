@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gradtrace_analyzer.diff.links import LINKS, LinkTable, link_of
 from gradtrace_analyzer.errors import GradtraceError
 from gradtrace_analyzer.sql.views import text_literal
-from gradtrace_analyzer.words.numbers import noun, ranks_phrase
+from gradtrace_analyzer.words.numbers import StepWords, noun, ranks_phrase, step_phrase
 
 # Links that have rows of their own: the others are told from these.
 CHOOSABLE = tuple(link for link in LINKS if link not in ("configuration", "rng", "structure"))
@@ -59,7 +59,11 @@ class Selection:
     @property
     def phrase(self) -> str:
         """`step 3; rank 1; modules blocks.1*; links backward, bucket`."""
-        parts = [] if self.step is None else [f"step {self.step}"]
+        return self.told()
+
+    def told(self, step_words: StepWords = step_phrase) -> str:
+        """The same, in which `step_words` say the step."""
+        parts = [] if self.step is None else [step_words(self.step)]
         if self.ranks is not None:
             parts.append(ranks_phrase(self.listed_ranks))
         for one, names in (("module", self.modules), ("link", self.links)):

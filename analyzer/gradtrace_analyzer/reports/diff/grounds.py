@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gradtrace_analyzer.diff.origin import Ground, Origin
-from gradtrace_analyzer.reports.diff.places import parameter_of
-from gradtrace_analyzer.words.nouns import enumerated, other_side
+from gradtrace_analyzer.reports.diff.wording import Wording
+from gradtrace_analyzer.words.nouns import enumerated
 from gradtrace_analyzer.words.numbers import verb
 
 
@@ -18,74 +18,48 @@ def unless_known(origin: Origin, ground: Ground, words: str) -> str:
     return "" if ground in origin.rests_on else words
 
 
-def gradient_of_one(origin: Origin) -> str:
-    """That the optimizer saw a gradient on one side alone; or that on the other nothing tells what it saw."""
-    other = other_side(str(origin.difference.only_in))
-    if "final" not in origin.rests_on:
-        return (
-            f"what the optimizer saw was not recorded in the {other}, that of {parameter_of(origin)} was in the "
-            f"{origin.difference.only_in}."
-        )
-    return (
-        f"the optimizer saw no gradient of {parameter_of(origin)} in the {other}: it had none when the "
-        "optimizer stepped, or is in no group of it. All that was recorded before it is equal."
-    )
-
-
-def in_microbatch(origin: Origin) -> str:
-    """` in microbatch 2`, of a call that is not of the step's first; where a stage is named, it names that too."""
-    number = origin.difference.key.get("microbatch")
-    return f" in microbatch {number}" if number and origin.place is None else ""
-
-
-def output_sentence(origin: Origin, module: str, size: str) -> str:
-    """That a module's output differs, and which of its inputs and parameters are known to be equal."""
-    grounds = origin.rests_on
-    again = (
-        ", recomputed in the backward pass,"
-        if origin.difference.key.get("phase") == "recompute"
-        else ""
-    )
-    said = f"the output of {module}{in_microbatch(origin)}{again} {size}"
-    said += if_known(origin, "reads", ", although its inputs are equal")
-    knows_parameters = bool(grounds & {"parameters", "no parameters"})
-    if "parameters" in grounds:
-        said += ", and its" if "reads" in grounds else ", although its"
-        said += " parameters were when the step began"
-        said += "" if "reads" in grounds else " equal"
-    unknown = [
-        what
-        for what, is_known in (("inputs", "reads" in grounds), ("parameters", knows_parameters))
-        if not is_known
-    ]
-    return f"{said}{f'; its {enumerated(unknown, 2)} were not recorded on both sides' if unknown else ''}."
-
-
-def unread(origin: Origin) -> str:
-    """That nothing tells what a Node read."""
-    return unless_known(origin, "reads", " What it reads was not recorded on both sides.")
-
-
-def nodes_equal(origin: Origin) -> str:
+def nodes_equal(origin: Origin, say: Wording) -> str:
     """That what Nodes gave is equal, where they were recorded."""
-    return if_known(origin, "nodes", ", although the gradients that the Nodes gave are equal")
+    return if_known(
+        origin, "nodes", f", although the gradients that the Nodes gave are {say.equal}"
+    )
+
+
+def call_equal(origin: Origin, say: Wording) -> str:
+    """`, although its inputs are equal` of what a module's output is made of, and what of it nobody knows."""
+    knows_inputs = "reads" in origin.rests_on
+    knows_parameters = bool(origin.rests_on & {"parameters", "no parameters"})
+    said = f", although its inputs are {say.equal}" if knows_inputs else ""
+    if "parameters" in origin.rests_on and knows_inputs:
+        said += ", and its parameters were when the step began"
+    elif "parameters" in origin.rests_on:
+        said += f", although its parameters were when the step began {say.equal}"
+    parts = (("inputs", knows_inputs), ("parameters", knows_parameters))
+    unknown = [what for what, is_known in parts if not is_known]
+    return f"{said}{f'; its {enumerated(unknown, 2)} were not recorded on both sides' if unknown else ''}"
 
 
 _SETTINGS = "the optimizer's settings"
+# What an update is made of, by the ground on which it is known.
+_UPDATED_BY: tuple[tuple[Ground, str], ...] = (
+    ("final", "its gradient"),
+    ("before", "its value before the forward"),
+    ("settings", _SETTINGS),
+)
 
 
-def update_grounds(origin: Origin) -> tuple[str, str]:
-    """`, although ... are equal` of what an update is made of, as far as both sides recorded it; and a word for
-    what they did not, as what may be the cause."""
-    parts: tuple[tuple[Ground, str], ...] = (
-        ("final", "its gradient"),
-        ("before", "its value before the forward"),
-        ("settings", _SETTINGS),
-    )
-    known = [words for ground, words in parts if ground in origin.rests_on]
-    unknown = [words for ground, words in parts if ground not in origin.rests_on]
-    equal = f", although {enumerated(known, 3)} {verb(known, 'is', 'are')} equal" if known else ""
+def update_equal(origin: Origin, say: Wording) -> str:
+    """`although ... are equal` of what an update is made of, as far as both sides recorded it; else nothing."""
+    known = [words for ground, words in _UPDATED_BY if ground in origin.rests_on]
+    if not known:
+        return ""
+    return f"although {enumerated(known, 3)} {verb(known, 'is', 'are')} {say.equal}"
+
+
+def update_unknown(origin: Origin) -> str:
+    """`; ... were not recorded on both sides` of what an update is made of; else nothing."""
+    unknown = [words for ground, words in _UPDATED_BY if ground not in origin.rests_on]
     if not unknown:
-        return equal, ""
+        return ""
     were = "were" if unknown[0] == _SETTINGS else verb(unknown, "was", "were")
-    return f"{equal}; {enumerated(unknown, 3)} {were} not recorded on both sides", "these, "
+    return f"; {enumerated(unknown, 3)} {were} not recorded on both sides"

@@ -10,6 +10,7 @@ from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.links import LINKS
 from gradtrace_analyzer.diff.origin import Origin, Reached
 from gradtrace_analyzer.diff.origins.chain_rows import ChainRow
+from gradtrace_analyzer.reports.diff.numbering import Steps
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.words.nouns import upper_first
 from gradtrace_analyzer.words.numbers import and_more, ranks_phrase, told_apart, verb
@@ -30,20 +31,18 @@ _LINK_PHRASE = {
 }
 
 
-def reached_sentence(origin: Origin, others: Collection[int] = ()) -> str:
-    """` Rank 0 differs from bucket 0 of that step on.`; `others` are all ranks that it could have reached."""
+def reached_sentences(origin: Origin, steps: Steps, others: Collection[int] = ()) -> Iterator[str]:
+    """`Rank 0 differs from bucket 0 of that step on.`; `others` are all ranks that it could have reached."""
     by_place: dict[tuple[int, str], list[int]] = {}
     for reached in origin.reached:
         by_place.setdefault((reached.step, _reached_place(reached)), []).append(reached.rank)
-    said = ""
     for (step, place), ranks in list(by_place.items())[:3]:
         everyone = len(ranks) > 1 and set(ranks) >= set(others) > set()
         who = "All other ranks" if everyone else upper_first(ranks_phrase(ranks))
-        when = "of that step on" if step == origin.step else f"of step {step} on"
-        said += f" {who} {verb(ranks, 'differs', 'differ')} from {place} {when}."
+        when = "of that step on" if step == origin.step else f"of {steps.one(step)} on"
+        yield f"{who} {verb(ranks, 'differs', 'differ')} from {place} {when}."
     if len(by_place) > 3:
-        said += f" {len(origin.reached)} ranks inherit from it in all."
-    return said
+        yield f"{len(origin.reached)} ranks inherit from it in all."
 
 
 def _reached_place(reached: Reached) -> str:

@@ -7,17 +7,26 @@ from typing import Any
 
 from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.code.structure import as_object as lone_object
-from gradtrace_analyzer.diff.origin import Origin, Rescaled
+from gradtrace_analyzer.diff.explanations.factor_causes import FactorCauses
+from gradtrace_analyzer.diff.explanations.rerun_nodes import RerunNodes
+from gradtrace_analyzer.diff.origin import (
+    GradientsOrigin,
+    NodeOrigin,
+    Origin,
+    Rescaled,
+    ScaledOrigin,
+)
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
+from gradtrace_analyzer.reports.diff.explanations import cause_words
 from gradtrace_analyzer.reports.diff.inheritance import chain_objects, reached_object
-from gradtrace_analyzer.reports.diff.structure import compiled_lines, naming_lines
-from gradtrace_analyzer.reports.diff.text import explanation, notes
+from gradtrace_analyzer.reports.diff.text import asides, explanation
 
 
 def as_object(answer: Answer) -> dict[str, Any]:
     """The answer for a program. Keys that do not apply are null."""
     first = answer.origins[0] if answer.origins and answer.verdict == "different" else None
+    causes, rerun = answer.explanation(FactorCauses), answer.explanation(RerunNodes)
     return {
         "verdict": answer.verdict,
         "configuration": list(answer.configuration),
@@ -32,12 +41,12 @@ def as_object(answer: Answer) -> dict[str, Any]:
         "first_nonfinite": (
             None if answer.first_nonfinite is None else _origin_object(answer.first_nonfinite)
         ),
-        "repeated": [asdict(r) for r in answer.repeated],
+        "repeated": [] if rerun is None else [asdict(r) for r in rerun.nodes],
         "equal": {what: list(names) for what, names in answer.equal.items()},
         "chain": chain_objects(answer) or None,
         "cover": _cover_object(answer.cover),
         "factor": None if first is None else first.factor,
-        "factor_causes": list(answer.causes),
+        "factor_causes": [] if causes is None else cause_words(causes),
         "tolerance": {
             "unit": None if answer.rule is None else answer.rule.unit,
             "arithmetic": None if answer.rule is None else answer.rule.arithmetic,
@@ -57,14 +66,7 @@ def as_object(answer: Answer) -> dict[str, Any]:
             "largest_error": answer.sums.largest,
             "factor": answer.sums.factor,
         },
-        "explanation": " ".join(
-            (
-                explanation(answer),
-                *notes(answer),
-                *compiled_lines(answer.structure),
-                *naming_lines(answer),
-            )
-        ),
+        "explanation": " ".join((explanation(answer), *asides(answer))),
     }
 
 
@@ -99,12 +101,9 @@ def _origin_object(origin: Origin) -> dict[str, Any]:
         "event_index": d.event_index,
         "phase": d.key.get("phase", None if origin.place is None else origin.place.phase),
         "only_in": d.only_in,
-        "positions": list(origin.positions) or None,
-        "rescaled": None if origin.rescaled is None else _rescaled_object(origin.rescaled),
-        "replays": [asdict(r) for r in origin.replays] or None,
+        **_of_gradients(origin),
         "root_name": origin.root_name,
-        "rewritten": origin.rewritten,
-        "shares_input": origin.shares_input,
+        **_of_node(origin),
         "repeat_count": origin.repeat_count,
         "reached": [reached_object(r) for r in origin.reached],
         "inherits": {
@@ -116,6 +115,25 @@ def _origin_object(origin: Origin) -> dict[str, Any]:
         "factor": factor,
         **sides,
     }
+
+
+def _of_gradients(origin: Origin) -> dict[str, Any]:
+    """What only origins of gradients can have."""
+    rescaled = origin.rescaled if isinstance(origin, ScaledOrigin) else None
+    positions = origin.positions if isinstance(origin, GradientsOrigin) else ()
+    replays = origin.replays if isinstance(origin, NodeOrigin) else ()
+    return {
+        "positions": list(positions) or None,
+        "rescaled": None if rescaled is None else _rescaled_object(rescaled),
+        "replays": [asdict(r) for r in replays] or None,
+    }
+
+
+def _of_node(origin: Origin) -> dict[str, Any]:
+    """What only the gradient that leaves a Node can have."""
+    if not isinstance(origin, NodeOrigin):
+        return {"rewritten": None, "shares_input": False}
+    return {"rewritten": origin.rewritten, "shares_input": origin.shares_input}
 
 
 def _rescaled_object(found: Rescaled) -> dict[str, Any]:

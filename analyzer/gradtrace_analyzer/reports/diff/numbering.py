@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
 
 from gradtrace_analyzer.diff.scope.cover import Cover
+from gradtrace_analyzer.words.nouns import upper_first
+from gradtrace_analyzer.words.numbers import spans
 
-# `step 3`, `Steps 3-7`, `steps 3 to 7`, and not what is a count (`5 steps`) or an option.
-_STEPS = re.compile(r"\b([Ss])tep(s?) (-?\d+)((?:-| to )(-?\d+))?(?![\w=]|\.\d|-\d| to \d)")
 
+class Steps:
+    """Says steps in the sentences of one text, in the order in which they are read.
 
-def with_both_numbers(text: str, cover: Cover) -> str:
-    """The text with the candidate's own number after each first mention of a step: `step 11 (the candidate's 7)`.
-
-    Of steps that only the candidate can have, its own number alone is said.
+    The candidate's own number follows each first mention: `step 11 (the candidate's 7)`. Of steps that only the
+    candidate can have, its own number alone is said. `offset` is by how much the candidate's were numbered higher.
     """
-    offset = cover.step_offset
-    if not offset:
-        return text
-    told: set[str] = set()
 
-    def both(found: re.Match[str]) -> str:
-        first, last = int(found[3]), int(found[5] if found[5] is not None else found[3])
-        own = f"{first - offset}" if first == last else f"{first - offset}-{last - offset}"
-        many = found[2]
-        if first < 0:
-            start = "The" if found[1] == "S" else "the"
-            return f"{start} candidate's step{many} {own}"
-        if first < offset or found[0].lower() in told:  # of a step that the candidate cannot have
-            return found[0]
-        told.add(found[0].lower())
-        return f"{found[0]} (the candidate's {own})"
+    def __init__(self, offset: int = 0) -> None:
+        self._offset = offset
+        self._told: set[str] = set()
 
-    return _STEPS.sub(both, text)
+    def one(self, step: int) -> str:
+        """`step 11 (the candidate's 7)`, or `step 11` where that was said before."""
+        return self.many([step])
+
+    def many(self, steps: Iterable[int]) -> str:
+        """`steps 4-9 (the candidate's 0-5)`; of one step as `one`."""
+        numbers = sorted(set(steps))
+        noun = "step" if len(numbers) == 1 else "steps"
+        said, own = f"{noun} {spans(numbers)}", spans(n - self._offset for n in numbers)
+        if not self._offset or not numbers or said in self._told:
+            return said
+        if numbers[0] < 0:
+            return f"the candidate's {noun} {own}"
+        if numbers[0] < self._offset:  # of a step that the candidate cannot have
+            return said
+        self._told.add(said)
+        return f"{said} (the candidate's {own})"
+
+    def first(self, step: int) -> str:
+        """The same at the beginning of a sentence: `Step 11 (the candidate's 7)`."""
+        return upper_first(self.one(step))
 
 
 def numbering_sentence(cover: Cover) -> str | None:

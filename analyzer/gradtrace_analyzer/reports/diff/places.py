@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import singledispatch
 from typing import Any
 
 from gradtrace_analyzer.diff.difference import LENGTHS, Change, settings_apart
-from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origin import (
+    CallInputOrigin,
+    CodeOrigin,
+    FailureOrigin,
+    ForwardOrigin,
+    FrozenOrigin,
+    GradientsOrigin,
+    OptimizerSettingsOrigin,
+    Origin,
+    RngOrigin,
+)
 from gradtrace_analyzer.words.nouns import bucket_name, listed, module_phrase
 from gradtrace_analyzer.words.numbers import number
 
@@ -16,25 +29,47 @@ def bucket_of(origin: Origin) -> str:
     return bucket_name(origin.difference.bucket_index, listed(names) or "?")
 
 
-def size_phrase(origin: Origin) -> str:
-    """`differs by 1.0e-02 (1.01 times the baseline)`, or what became of finite numbers."""
-    change = origin.change
+@dataclass(frozen=True)
+class _Verbs:
+    """Of one thing, or of several."""
+
+    differs: str = "differs"
+    it_is: str = "it is"
+
+
+_OF_ONE, _OF_MANY = _Verbs(), _Verbs("differ", "they are")
+
+
+def size_phrase(origin: Origin, *, are_many: bool = False) -> str:
+    """`differs by 1.0e-02 (1.01 times the baseline)`, or what became of finite numbers; `are_many`: `differ by`."""
+    change, verbs = origin.change, _OF_MANY if are_many else _OF_ONE
     if change is None or change.baseline is None or change.candidate is None:
-        return _size_of_one(origin)
+        return _size_of_one(origin, verbs)
+    return (
+        _nonfinite_phrase(change.baseline, change.candidate)
+        or _elements_phrase(change.baseline, change.candidate)
+        or _distance(origin, change, verbs) + _dtypes_phrase(change)
+    )
+
+
+def _nonfinite_phrase(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """`has 3 of 8 elements NaN where the baseline has 0`, where such a count is another."""
     for count, what in (("nan_count", "NaN"), ("inf_count", "infinite")):
-        a, b = change.baseline[count] or 0, change.candidate[count] or 0
+        a, b = before[count] or 0, after[count] or 0
         if a != b:
-            of = f"{b:,} of {change.candidate['numel']:,} elements {what}"
-            return f"has {of} where the baseline has {a:,}"
-    if change.candidate["norm"] == 0 and change.baseline["norm"]:
+            return f"has {b:,} of {after['numel']:,} elements {what} where the baseline has {a:,}"
+    return ""
+
+
+def _elements_phrase(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """That all became zero, or that there are more or fewer elements."""
+    if after["norm"] == 0 and before["norm"]:
         return "is all zero"
-    a, b = change.baseline["numel"], change.candidate["numel"]
-    if a != b and None not in (a, b):
-        return f"has {b} elements instead of {a}"
-    return _distance(origin, change) + _dtypes_phrase(change)
+    a, b = before["numel"], after["numel"]
+    return f"has {b} elements instead of {a}" if a != b and None not in (a, b) else ""
 
 
-def _distance(origin: Origin, change: Change) -> str:
+def _distance(origin: Origin, change: Change, verbs: _Verbs) -> str:
     """How far both sides lie apart, and in which way."""
     assert change.baseline is not None and change.candidate is not None
     factor = change.factor
@@ -42,19 +77,20 @@ def _distance(origin: Origin, change: Change) -> str:
         return "has its sign flipped"
     if factor is not None:
         times = f"{factor:.4g}" if abs(factor - 1) > 1e-3 else f"{factor:.8g}"
-        return f"differs by {abs(factor - 1):.1e} (it is {times} times the baseline's)"
+        by = f"{abs(factor - 1):.1e}"
+        return f"{verbs.differs} by {by} ({verbs.it_is} {times} times the baseline's)"
     if change.error is None:
-        return "differs"
+        return verbs.differs
     if change.error == 0:
-        return "differs in bits that its norm, sum and sketch do not show"
+        return f"{verbs.differs} in bits that its norm, sum and sketch do not show"
     ratio: float = change.candidate["norm"] / (change.baseline["norm"] or 1.0)
     if change.shown_by in LENGTHS:
         longer = ratio / _ratio(origin.difference.reads)
         if abs(longer - 1) < 1e-3:
-            return f"differs by {change.error:.1e}"
+            return f"{verbs.differs} by {change.error:.1e}"
         return f"has {longer:.4g} times the baseline's norm, given what comes in"
     larger = f" (its norm is {ratio:.3g} times the baseline's)" if ratio > 3 else ""
-    return f"differs by {change.error:.1e}{larger}"
+    return f"{verbs.differs} by {change.error:.1e}{larger}"
 
 
 def _ratio(change: Change | None) -> float:
@@ -71,7 +107,7 @@ def _dtypes_phrase(change: Change) -> str:
     return f" ({b}, the baseline's {a})" if a != b and None not in (a, b) else ""
 
 
-def _size_of_one(origin: Origin) -> str:
+def _size_of_one(origin: Origin, verbs: _Verbs) -> str:
     """What there is to say of a row that one side alone has."""
     change = origin.change
     held = {} if change is None else change.candidate or change.baseline or {}
@@ -84,37 +120,58 @@ def _size_of_one(origin: Origin) -> str:
     return "differs"
 
 
+@singledispatch
 def place_of(origin: Origin) -> str:
     """Where an origin is, without step and rank, for a list: `blocks.0.mlp (AddmmBackward0)`, `0.weight (clip)`."""
-    if origin.code:
-        return "the changed code"
-    if origin.failure is not None and origin.node_name is None:
-        return f"the end of backward pass {origin.failure.backward_index}"
-    if origin.difference.table == "stage_events" and origin.place is not None:
+    table, key = origin.difference.table, origin.difference.key
+    if table == "stage_events" and origin.place is not None:
         return f"what {origin.place.said} {'received' if origin.between else 'made'}"
-    if origin.difference.table == "optimizer_groups":
-        key = origin.difference.key
+    if table == "optimizer_groups":
         return f"group {key['group_index']} of optimizer {key['optimizer_index']}"
-    if origin.link == "backward":
-        return node_phrase(origin)
     if origin.parameter_fqn is not None:
         return f"{parameter_of(origin)} ({origin.link.replace('_', ' ')})"
-    if origin.difference.table == "buckets":
-        return bucket_of(origin)
-    if origin.link in ("forward", "rng"):
-        return f"{module_of(origin, origin.module_fqn)} ({origin.link})"
-    return origin.link
+    return bucket_of(origin) if table == "buckets" else origin.link
+
+
+@place_of.register
+def _place_of_code(_: CodeOrigin) -> str:
+    return "the changed code"
+
+
+@place_of.register
+def _place_of_failure(origin: FailureOrigin) -> str:
+    if origin.node_name is None:
+        return f"the end of backward pass {origin.failure.backward_index}"
+    return node_phrase(origin)
+
+
+@place_of.register
+def _place_of_gradients(origin: GradientsOrigin) -> str:
+    return node_phrase(origin)
+
+
+@place_of.register(CallInputOrigin)
+@place_of.register(ForwardOrigin)
+@place_of.register(RngOrigin)
+def _place_of_call(origin: Origin) -> str:
+    return f"{module_of(origin, origin.module_fqn)} ({origin.link})"
 
 
 def size_of(origin: Origin) -> str:
     """How an origin differs, for a list: `size_phrase`, or the settings that are others."""
-    values = origin.difference.values
-    if "requires_grad" in values:
+    if isinstance(origin, FrozenOrigin):
         return "requires_grad"
-    if origin.difference.table == "optimizer_groups" and origin.difference.only_in is None:
-        changed = (_setting_phrase(name, *pair) for name, pair in settings_apart(values).items())
-        return f"was set otherwise: {'; '.join(changed)}"
-    return size_phrase(origin)
+    return (
+        settings_phrase(origin)
+        if isinstance(origin, OptimizerSettingsOrigin)
+        else size_phrase(origin)
+    )
+
+
+def settings_phrase(origin: OptimizerSettingsOrigin) -> str:
+    """`was set otherwise: learning_rate is 0.2 instead of 0.1`."""
+    changed = settings_apart(origin.difference.values).items()
+    return f"was set otherwise: {'; '.join(_setting_phrase(name, *pair) for name, pair in changed)}"
 
 
 def _setting_phrase(name: str, before: Any, after: Any) -> str:
@@ -134,24 +191,60 @@ def _setting_phrase(name: str, before: Any, after: Any) -> str:
 
 def row_name(origin: Origin) -> str:
     """`Node MmBackward0 of blocks.0`: a row by its kind and name."""
+    named = _NAMES.get(origin.difference.table)
+    return f"a row of {origin.difference.table}" if named is None else named(origin)
+
+
+def _node_name(origin: Origin) -> str:
+    return (
+        f"Node {origin.node_name} of {module_of(origin, origin.difference.key.get('module_fqn'))}"
+    )
+
+
+def _failure_name(origin: Origin) -> str:
+    return "a row of failures" if origin.node_name is None else _node_name(origin)
+
+
+def _call_name(origin: Origin) -> str:
     key = origin.difference.key
-    if origin.difference.table == "stage_events":
-        return "this action"
-    if origin.node_name is not None:
-        return f"Node {origin.node_name} of {module_of(origin, key.get('module_fqn'))}"
-    if "phase" in key:
-        return f"the {key['phase']} call of {module_of(origin, key['module_fqn'])}"
-    if origin.parameter_fqn is not None:
-        return f"{parameter_of(origin)} ({origin.difference.link.replace('_', ' ')})"
-    if origin.difference.table == "buckets":
-        return f"the reduction of {bucket_of(origin)} in backward pass {key['backward_index']}"
-    if "name" in key:
-        return f"the input {key['name']!r} of call {key['call_index']}"
-    if "group_index" in key:
-        return f"the step of optimizer {key['optimizer_index']} (group {key['group_index']})"
-    if "kind" in key:
-        return f"backward pass {key['backward_index']}"
-    return f"a row of {origin.difference.table}"
+    return f"the {key['phase']} call of {module_of(origin, key['module_fqn'])}"
+
+
+def _parameter_name(origin: Origin) -> str:
+    return f"{parameter_of(origin)} ({origin.difference.link.replace('_', ' ')})"
+
+
+def _input_name(origin: Origin) -> str:
+    key = origin.difference.key
+    return f"the input {key['name']!r} of call {key['call_index']}"
+
+
+def _group_name(origin: Origin) -> str:
+    key = origin.difference.key
+    return f"the step of optimizer {key['optimizer_index']} (group {key['group_index']})"
+
+
+def _pass_name(origin: Origin) -> str:
+    return f"backward pass {origin.difference.key['backward_index']}"
+
+
+def _bucket_name(origin: Origin) -> str:
+    return f"the reduction of {bucket_of(origin)} in {_pass_name(origin)}"
+
+
+# The rows of each table by name.
+_NAMES: Mapping[str, Callable[[Origin], str]] = {
+    "parameters": _parameter_name,
+    "inputs": _input_name,
+    "module_calls": _call_name,
+    "backward_passes": _pass_name,
+    "node_events": _node_name,
+    "failures": _failure_name,
+    "stage_events": lambda _: "this action",
+    "buckets": _bucket_name,
+    "gradients": _parameter_name,
+    "optimizer_groups": _group_name,
+}
 
 
 def node_phrase(origin: Origin) -> str:

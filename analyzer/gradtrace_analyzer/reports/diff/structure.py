@@ -7,7 +7,7 @@ from typing import Any
 
 from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.code.structure import OneSided
-from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.reports.diff.numbering import Steps
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.words.nouns import SIDES, enumerated, module_phrase, other_side
 from gradtrace_analyzer.words.numbers import (
@@ -15,7 +15,6 @@ from gradtrace_analyzer.words.numbers import (
     counted,
     noun,
     ranks_phrase,
-    steps_phrase,
     verb,
 )
 
@@ -23,9 +22,9 @@ _MOST_LINES = 12
 _MOST_CHARACTERS = 60
 
 
-def structure_lines(structure: Sequence[OneSided]) -> Iterator[str]:
+def structure_lines(structure: Sequence[OneSided], steps: Steps) -> Iterator[str]:
     """One line for each thing that a side alone has: a layer with what it holds, the Nodes of a module together."""
-    said = [*_modules(structure), *_code_inside(structure), *_happened(structure)]
+    said = [*_modules(structure), *_code_inside(structure), *_happened(structure, steps)]
     yield from said[:_MOST_LINES]
     if len(said) > _MOST_LINES:
         yield f"and {len(said) - _MOST_LINES} more (--format json has all)"
@@ -36,24 +35,6 @@ def code_phrase(code: Sequence[OneSided]) -> str:
     said = [*_modules(code), *_code_inside(code)] or ["a part of it is compiled on one side"]
     more = len(said) - 1
     return said[0] + (f" (and {more} {noun(more, 'more change')} of the code)" if more else "")
-
-
-def code_sentence(origin: Origin, size: str, place: str) -> str:
-    """That a difference follows from changed code; `place` and `size` are of the first that does."""
-    follower = origin.follower
-    where = f"Step {origin.step}, {ranks_phrase(origin.ranks)}: "
-    said = f"{where}the code is another: {code_phrase(origin.code)}."
-    if follower is None:
-        return said
-    if follower.table == "parameters" and follower.step == 0:
-        return (
-            f"{said} {place} {size}, as parameters do that are drawn after another number of random values; what "
-            "differs from there on follows."
-        )
-    return (
-        f"{said} What differs follows from it, first {place}, which {size}; all that differs reads something that "
-        "differs already, so no other cause can be told."
-    )
 
 
 def naming_lines(answer: Answer) -> Iterator[str]:
@@ -143,7 +124,7 @@ def _inside(entry: OneSided) -> str:
     return f"{each:.0f} {entry.name}" if each >= 1.5 else entry.name
 
 
-def _happened(structure: Sequence[OneSided]) -> Iterator[str]:
+def _happened(structure: Sequence[OneSided], numbered: Steps) -> Iterator[str]:
     """What is alone in some steps or ranks: alike things of a kind, side and time share a line."""
     alike: dict[tuple[Any, ...], list[OneSided]] = {}
     for e in structure:
@@ -154,7 +135,7 @@ def _happened(structure: Sequence[OneSided]) -> Iterator[str]:
         more = and_more(len(entries) - 1)
         name = module_phrase(entries[0].name) if kind == "call" else entries[0].name
         inside = f" of {module_phrase(entries[0].module_fqn)}" if kind == "node" else ""
-        steps = steps_phrase(range(first or 0, (last or 0) + 1))
+        steps = numbered.many(range(first or 0, (last or 0) + 1))
         yield (
             f"{words.get(kind, kind)} {name}{inside}{more} {verb(entries, 'is', 'are')} in the {side} alone "
             f"({ranks_phrase(ranks)}, {steps})"

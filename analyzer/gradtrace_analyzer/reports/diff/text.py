@@ -8,7 +8,7 @@ from typing import Any
 
 from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.difference import LENGTHS, Change
-from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origin import CodeOrigin, FailureOrigin, NodeOrigin, Origin
 from gradtrace_analyzer.diff.tolerances.noise import SCATTER
 from gradtrace_analyzer.numerics.tolerance import STANDARD_ERROR
 from gradtrace_analyzer.reports.diff.cover import (
@@ -19,20 +19,21 @@ from gradtrace_analyzer.reports.diff.cover import (
     lacking,
     nothing_more,
 )
+from gradtrace_analyzer.reports.diff.explanations import told
 from gradtrace_analyzer.reports.diff.inheritance import (
     chain_lines,
     inheritance_lines,
-    reached_sentence,
+    reached_sentences,
 )
-from gradtrace_analyzer.reports.diff.numbering import numbering_sentence, with_both_numbers
-from gradtrace_analyzer.reports.diff.origins import (
-    failure_clause,
-    length_words,
+from gradtrace_analyzer.reports.diff.notes import note_sentence
+from gradtrace_analyzer.reports.diff.numbering import Steps, numbering_sentence
+from gradtrace_analyzer.reports.diff.origins.backward import length_words, tells_rounding
+from gradtrace_analyzer.reports.diff.origins.sentences import (
     nonfinite_sentence,
     origin_sentence,
-    repeated_sentence,
     unseen_sentence,
 )
+from gradtrace_analyzer.reports.diff.origins.structure import failure_clause
 from gradtrace_analyzer.reports.diff.places import place_of, size_of
 from gradtrace_analyzer.reports.diff.structure import (
     code_phrase,
@@ -41,6 +42,7 @@ from gradtrace_analyzer.reports.diff.structure import (
     naming_lines,
     structure_lines,
 )
+from gradtrace_analyzer.reports.diff.wording import Wording, noise_word, wording_of
 from gradtrace_analyzer.reports.tables import table_lines
 from gradtrace_analyzer.words.nouns import upper_first
 from gradtrace_analyzer.words.numbers import ranks_phrase, stages_phrase, told_apart, verb
@@ -60,78 +62,103 @@ def headline(answer: Answer) -> str:
 
 def explanation(answer: Answer) -> str:
     """The answer in a sentence or a few, as a colleague would say it: verdict, origin, and what follows from it."""
-    said = _explanation(answer)
-    crashed = crashes_told(answer.cover) if answer.verdict != "different" else ""
-    if crashed and "crashed (" not in answer.reason:
-        said = f"{said} {crashed}" if answer.verdict == "incomparable" else f"{crashed} {said}"
-    return with_both_numbers(said, answer.cover)
+    return " ".join(filter(None, _explanation(answer, wording_of(answer))))
 
 
-def _explanation(answer: Answer) -> str:
-    cover = answer.cover
+def _explanation(answer: Answer, say: Wording) -> Iterator[str]:
+    """Its sentences, made in the order in which they are read."""
+    if answer.verdict == "different":
+        yield from _different(answer, say)
+        return
+    if answer.verdict != "incomparable":
+        yield crashes_told(answer.cover, say.steps)
+    how = {"identical": _identical, "within_tolerance": _within, "incomparable": _incomparable}
+    yield from how[answer.verdict](answer, say)
     if answer.verdict == "incomparable":
-        said = f"Cannot tell: {answer.reason}."
-        agrees = cover.steps and any(cover.rows.values()) and not answer.origins
-        if agrees and (cover.raised or not cover.is_whole):
-            said += f" What can be compared is identical ({extent(cover)})."
-        return said
-    if answer.verdict == "identical":
-        how = "bit for bit" if cover.has_fingerprints else "in norms, sums and counts"
-        if not cover.has_fingerprints and any(
-            one["name"] in ("observer", "device") for one in answer.configuration
-        ):
-            how += " (norms to 1e-6, as they were not added up alike)"
-        return f"Identical, {how}, in all that both recorded: {extent(cover)}.{lacking(cover)}"
-    if answer.verdict == "within_tolerance" and answer.sums is not None:
-        return (
-            f"The same within {_noise(answer)}. {answer.sums.words()} {upper_first(tolerance_words(answer))}."
-            f"{lacking(cover)}"
-        )
-    if answer.verdict == "within_tolerance" and not answer.origins:
-        alone = list(structure_lines(answer.structure))
-        other = " by other code" if alone else ", compiled" if answer.structure else ""
-        more = f" (and {len(alone) - 1} more)" if len(alone) > 1 else ""
-        return (
-            f"The same numbers{other}: all values that pair are identical"
-            f"{', bit for bit' if cover.has_fingerprints else ''}"
-            f"{f', and {alone[0]}{more}' if alone else ''}.{lacking(cover)}"
-        )
-    if answer.verdict == "within_tolerance":
-        origin = answer.origins[0]
-        nothing = nothing_more(cover)
-        if origin.code:
-            return (
-                f"The same within {_noise(answer)}, by other code: {code_phrase(origin.code)}; {nothing} that pairs "
-                f"differs by more than the tolerance.{lacking(cover)}"
-            )
-        return (
-            f"The same within {_noise(answer)}: the first bits differ in step {origin.step}, "
-            f"{ranks_phrase(origin.ranks)}, at {place_of(origin)}, and {nothing} "
-            f"differs by more than the tolerance: {tolerance_words(answer)}.{lacking(cover)}"
-        )
-    if not answer.origins:
-        return f"All values that pair are identical, but the models differ: {code_phrase(answer.structure)}."
-    origin = answer.origins[0]
-    said = unseen_sentence(origin, answer) if answer.unseen else origin_sentence(origin)
-    if answer.sums is not None or answer.first_bits is not None:
-        said = said.replace(" equal", f" equal within {_noise(answer)}")
-    if answer.first_bits is not None:
-        bits = answer.first_bits
-        said += f" (The first bits differ in step {bits.step}, {ranks_phrase(bits.ranks)}, at {place_of(bits)}.)"
-    is_told = "would explain" in said or "time after time" in said
-    said += _tolerance_here(answer) if not is_told else ""
+        if "crashed (" not in answer.reason:
+            yield crashes_told(answer.cover, say.steps)
+    else:
+        yield lacking(answer.cover, say.steps)
+
+
+def _incomparable(answer: Answer, say: Wording) -> Iterator[str]:
+    cover = answer.cover
+    yield f"Cannot tell: {answer.reason}."
+    agrees = cover.steps and any(cover.rows.values()) and not answer.origins
+    if agrees and (cover.raised or not cover.is_whole):
+        yield f"What can be compared is identical ({extent(cover, say.steps)})."
+
+
+def _identical(answer: Answer, say: Wording) -> Iterator[str]:
+    cover = answer.cover
+    how = "bit for bit" if cover.has_fingerprints else "in norms, sums and counts"
+    if not cover.has_fingerprints and any(
+        one["name"] in ("observer", "device") for one in answer.configuration
+    ):
+        how += " (norms to 1e-6, as they were not added up alike)"
+    yield f"Identical, {how}, in all that both recorded: {extent(cover, say.steps)}."
+
+
+def _within(answer: Answer, say: Wording) -> Iterator[str]:
+    """That nothing differs by more than the tolerance, or by other code only."""
+    noise = noise_word(answer)
     if answer.sums is not None:
-        said += f" {answer.sums.words()}"
-    if answer.causes:
-        said += f" A likely reason of the factor {answer.causes[0]}"
-        said += "." if not said.endswith("?") else ""
-    said = " ".join((*answer.deaths, said))
-    others = (_inheritance(answer), _more(answer), _other_failures(answer), _nonfinite(answer))
-    return said + "".join(others) + "".join(f" {repeated_sentence(r)}" for r in answer.repeated[:1])
+        yield f"The same within {noise}."
+        yield answer.sums.words()
+        yield f"{upper_first(tolerance_words(answer))}."
+    elif not answer.origins:
+        yield _same_numbers(answer, say)
+    elif isinstance(code := answer.origins[0], CodeOrigin):
+        yield (
+            f"The same within {noise}, by other code: {code_phrase(code.code)}; {nothing_more(answer.cover)} that "
+            "pairs differs by more than the tolerance."
+        )
+    else:
+        first = answer.origins[0]
+        yield (
+            f"The same within {noise}: the first bits differ in {_at(first, say)}, and {nothing_more(answer.cover)} "
+            f"differs by more than the tolerance: {tolerance_words(answer)}."
+        )
 
 
-def _noise(answer: Answer) -> str:
-    return "rounding" if answer.noise is None or answer.noise.is_zero else "noise"
+def _same_numbers(answer: Answer, say: Wording) -> str:
+    """That all which pairs is equal, by other code, or compiled."""
+    bits = ", bit for bit" if answer.cover.has_fingerprints else ""
+    count = len(list(structure_lines(answer.structure, Steps())))
+    if not count:
+        other = ", compiled" if answer.structure else ""
+        return f"The same numbers{other}: all values that pair are identical{bits}."
+    alone = next(structure_lines(answer.structure, say.steps))
+    more = f" (and {count - 1} more)" if count > 1 else ""
+    return f"The same numbers by other code: all values that pair are identical{bits}, and {alone}{more}."
+
+
+def _different(answer: Answer, say: Wording) -> Iterator[str]:
+    if not answer.origins:
+        models = code_phrase(answer.structure)
+        yield f"All values that pair are identical, but the models differ: {models}."
+        return
+    origin = answer.origins[0]
+    yield from told(answer, "front", say)
+    yield unseen_sentence(origin, answer, say) if answer.unseen else origin_sentence(origin, say)
+    if answer.first_bits is not None:
+        yield f"(The first bits differ in {_at(answer.first_bits, say)}.)"
+    if answer.unseen or not tells_rounding(origin):
+        yield _tolerance_here(answer)
+    if answer.sums is not None:
+        yield answer.sums.words()
+    yield from told(answer, "behind", say)
+    yield from _inheritance(answer, say)
+    yield _more(answer)
+    yield _other_failures(answer, say)
+    if answer.first_nonfinite is not None:
+        yield nonfinite_sentence(answer.first_nonfinite, say)
+    yield from told(answer, "end", say)
+
+
+def _at(origin: Origin, say: Wording) -> str:
+    """`step 3, rank 1, at blocks.0.mlp (AddmmBackward0)`."""
+    return f"{say.steps.one(origin.step)}, {ranks_phrase(origin.ranks)}, at {place_of(origin)}"
 
 
 def tolerance_words(answer: Answer) -> str:
@@ -156,8 +183,8 @@ def _tolerance_here(answer: Answer) -> str:
     if not measured and answer.first_bits is None and answer.sums is None:
         return ""
     if change.shown_by in LENGTHS:
-        return f" {upper_first(length_words(change))}."
-    return f" {upper_first(_explained(change, answer))}."
+        return f"{upper_first(length_words(change))}."
+    return f"{upper_first(_explained(change, answer))}."
 
 
 def _explained(change: Change, answer: Answer) -> str:
@@ -175,7 +202,15 @@ def notes(answer: Answer) -> Iterator[str]:
     numbering = numbering_sentence(answer.cover)
     if numbering is not None:
         yield numbering
-    yield from (with_both_numbers(note, answer.cover) for note in answer.notes)
+    yield from (note_sentence(note, wording_of(answer)) for note in answer.notes)
+    yield from told(answer, "note", wording_of(answer))
+
+
+def asides(answer: Answer) -> Iterator[str]:
+    """All that is said of an answer behind its explanation, a sentence each."""
+    yield from notes(answer)
+    yield from compiled_lines(answer.structure)
+    yield from naming_lines(answer)
 
 
 def lines(answer: Answer, names: tuple[str, str], top: int | None = None) -> Iterator[str]:
@@ -186,9 +221,7 @@ def lines(answer: Answer, names: tuple[str, str], top: int | None = None) -> Ite
         yield from configuration_lines(answer.configuration)
     yield ""
     yield explanation(answer)
-    yield from notes(answer)
-    yield from compiled_lines(answer.structure)
-    yield from naming_lines(answer)
+    yield from asides(answer)
     if answer.origins and answer.origins[0].change is not None:
         yield ""
         yield from _numbers(answer.origins[0].change, answer)
@@ -200,7 +233,7 @@ def lines(answer: Answer, names: tuple[str, str], top: int | None = None) -> Ite
             else "Other origins in the same step, none of which follows from another:"
         )
         yield from _limited(list(map(_other, answer.origins[1:])), top or 5, "")
-    alone = list(structure_lines(answer.structure))
+    alone = list(structure_lines(answer.structure, Steps()))
     if alone and answer.verdict != "incomparable":
         yield ""
         yield "On one side alone:"
@@ -213,31 +246,26 @@ def lines(answer: Answer, names: tuple[str, str], top: int | None = None) -> Ite
         yield ""
         yield from chain_lines(answer)
     yield ""
-    said = (
-        f"Compared: {compared(answer.cover)}",
-        *caveats(answer.cover, are_summed=answer.sums is not None),
-    )
-    yield from (with_both_numbers(line, answer.cover) for line in said)
+    cover, offset = answer.cover, answer.cover.step_offset
+    yield f"Compared: {compared(cover, Steps(offset))}"
+    yield from caveats(cover, lambda: Steps(offset), are_summed=answer.sums is not None)
 
 
-def _inheritance(answer: Answer) -> str:
-    """Which other ranks, or stages, the first origin reached; and which ranks failed after it."""
-    failed = sorted({r for o in answer.inherited if o.failure is not None for r in o.ranks})
-    then = f" {upper_first(ranks_phrase(failed))} then failed while no Node ran." if failed else ""
-    if not answer.origins:
-        return then
+def _inheritance(answer: Answer, say: Wording) -> Iterator[str]:
+    """Which ranks failed after the first origin; and which other ranks, or stages, it reached."""
+    failed = sorted({r for o in answer.inherited if isinstance(o, FailureOrigin) for r in o.ranks})
+    if failed:
+        yield f"{upper_first(ranks_phrase(failed))} then failed while no Node ran."
     first = answer.origins[0]
     left = tuple(r for r in first.reached if r.rank not in failed)
     if answer.cover.by_stage:
         stages = sorted({r.key["stage_index"] for r in left if r.link == "stage"})
-        if not stages:
-            return then
-        verb_ = verb(stages, "differs", "differ")
-        return (
-            f"{then} {upper_first(stages_phrase(stages))} {verb_} from what was received there on."
-        )
+        if stages:
+            are = verb(stages, "differs", "differ")
+            yield f"{upper_first(stages_phrase(stages))} {are} from what was received there on."
+        return
     others = set(answer.cover.ranks) - set(first.ranks)
-    return then + reached_sentence(replace(first, reached=left), others)
+    yield from reached_sentences(replace(first, reached=left), say.steps, others)
 
 
 def _more(answer: Answer) -> str:
@@ -247,33 +275,28 @@ def _more(answer: Answer) -> str:
     second = answer.origins[1]
     if answer.unseen:
         are = "is another first difference" if count == 1 else f"are {count} more first differences"
-        return f" There {are} in this step; whether they have one cause cannot be told."
+        return f"There {are} in this step; whether they have one cause cannot be told."
     said = f"{ranks_phrase(second.ranks)}, {place_of(second)} {size_of(second)}"
-    if answer.origins[0].shares_input and second.shares_input:
+    if all(isinstance(o, NodeOrigin) and o.shares_input for o in answer.origins[:2]):
         said += (
             "; both modules were called with the same tensor, so that one change of it after the forward would explain "
             "both"
         )
     if count == 1:
-        return f" A second origin in this step does not follow from it: {said}."
-    return f" There are {count} more origins in this step, which do not follow from it; the next is {said}."
+        return f"A second origin in this step does not follow from it: {said}."
+    return f"There are {count} more origins in this step, which do not follow from it; the next is {said}."
 
 
-def _other_failures(answer: Answer) -> str:
+def _other_failures(answer: Answer, say: Wording) -> str:
     """The first backward pass that failed on one side and is no origin, nor in the step of one."""
-    told = [o.failure for o in answer.origins if o.failure is not None]
-    steps = {(f.side, f.step) for f in told}
-    left = [f for f in answer.failures if f not in told and (f.side, f.step) not in steps]
+    origins = [o.failure for o in answer.origins if isinstance(o, FailureOrigin)]
+    steps = {(f.side, f.step) for f in origins}
+    left = [f for f in answer.failures if f not in origins and (f.side, f.step) not in steps]
     if not left:
         return ""
     first = left[0]
     ranks = [f.rank for f in left if (f.side, f.step) == (first.side, first.step)]
-    return f" Step {first.step}, {ranks_phrase(ranks)}: {failure_clause(first)}"
-
-
-def _nonfinite(answer: Answer) -> str:
-    found = answer.first_nonfinite
-    return f" {nonfinite_sentence(found)}" if found is not None else ""
+    return f"{say.steps.first(first.step)}, {ranks_phrase(ranks)}: {failure_clause(first)}"
 
 
 def _numbers(change: Change, answer: Answer) -> Iterator[str]:
@@ -332,8 +355,5 @@ def _limited(said: Sequence[str], most: int, what: str) -> Iterator[str]:
 
 def _other(origin: Origin) -> str:
     """One more origin: its place and size, and whom it reached."""
-    reached = reached_sentence(origin)
-    return (
-        f"{ranks_phrase(origin.ranks)}: {place_of(origin)} {size_of(origin)}"
-        f"{'.' + reached if reached else ''}"
-    )
+    said = f"{ranks_phrase(origin.ranks)}: {place_of(origin)} {size_of(origin)}"
+    return ". ".join((said, " ".join(reached_sentences(origin, Steps())))).removesuffix(". ")

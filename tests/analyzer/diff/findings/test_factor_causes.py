@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from gradtrace_analyzer.diff.findings.factor_causes import Count, explained
+
 from support.answers.commands import asked
 from support.synthetic_runs.builder import build_run, summary_columns
 

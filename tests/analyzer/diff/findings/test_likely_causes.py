@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from gradtrace_analyzer.diff.findings.factor_causes import likely_causes
 
 from gradtrace_analyzer.diff.code.structure import OneSided
-from gradtrace_analyzer.diff.findings.factor_causes import likely_causes
 from gradtrace_analyzer.diff.origin import Origin
 from support.synthetic_runs.differences import Row, Rows, action, changed, gradient, run_of, views
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from gradtrace_analyzer.diff.findings.replays import replay_sentence, replayed
+
 from gradtrace_analyzer.diff.origin import Replay
 from support.synthetic_runs.differences import Row, node, views
 

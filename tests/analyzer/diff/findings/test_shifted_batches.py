@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from gradtrace_analyzer.diff.findings.skipped_batches import skipped_batches
+
 from support.synthetic_runs.differences import Row, Rows, views
 
 

@@ -3,26 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 
 import duckdb
 
-from gradtrace_analyzer.words.nouns import SIDES, other_side
-from gradtrace_analyzer.words.numbers import noun, ranks_phrase, verb
+from gradtrace_analyzer.diff.explanations.explanation import Context, Explainer, Explanation
+from gradtrace_analyzer.words.nouns import SIDES
 
 # How many batches a rank may run ahead or behind and still be recognised.
 _FARTHEST = 3
 _MOST_RANKS = 64
 
 
-def skipped_batches(connection: duckdb.DuckDBPyConnection, *, inputs: bool = True) -> list[str]:
-    """For each rank that runs ahead of the other side, or lags behind in its reductions, a sentence. Without `inputs`
-    these are known to be equal."""
-    ahead = _shifted_inputs(connection) if inputs else ()
-    return [*ahead, *_shifted_collectives(connection)]
+@dataclass(frozen=True)
+class ShiftedInputs:
+    """Ranks of a side that read from a step on what the other side reads `by` steps later."""
+
+    side: str
+    ranks: tuple[int, ...]
+    step: int
+    by: int
 
 
-def _shifted_inputs(connection: duckdb.DuckDBPyConnection) -> Iterator[str]:
+@dataclass(frozen=True)
+class ShiftedReductions:
+    """A rank of the candidate that took part in `count` reductions more than the others before or in a step, or in
+    as many fewer where that is negative."""
+
+    rank: int
+    step: int
+    count: int
+
+
+@dataclass(frozen=True)
+class SkippedBatches(Explanation):
+    """Ranks that run ahead of the other side, and those that lag behind in their reductions."""
+
+    ahead: tuple[ShiftedInputs, ...] = ()
+    lagging: tuple[ShiftedReductions, ...] = ()
+
+
+def skipped_batches(
+    connection: duckdb.DuckDBPyConnection, *, inputs: bool = True
+) -> SkippedBatches:
+    """Both. Without `inputs` these are known to be equal."""
+    ahead = tuple(_shifted_inputs(connection)) if inputs else ()
+    return SkippedBatches(ahead, tuple(_shifted_reductions(connection)))
+
+
+def _shifted_inputs(connection: duckdb.DuckDBPyConnection) -> Iterator[ShiftedInputs]:
     """Ranks that read from some step on what the other side reads one or more steps later."""
     connection.execute(
         "CREATE OR REPLACE TEMP TABLE fed AS "
@@ -49,15 +79,10 @@ def _shifted_inputs(connection: duckdb.DuckDBPyConnection) -> Iterator[str]:
                 alike.setdefault((side, first, by), []).append(rank)
                 break
     for (side, first, by), ranks in alike.items():
-        other = other_side(side)
-        yield (
-            f"{ranks_phrase(ranks).capitalize()} of the {side} {verb(ranks, 'reads', 'read')} from step "
-            f"{first} on what the {other} reads {by} {noun(by, 'step')} later: "
-            f"{verb(ranks, 'it', 'they')} left out {'a batch' if by == 1 else f'{by} batches'} there."
-        )
+        yield ShiftedInputs(side, tuple(ranks), first, by)
 
 
-def _shifted_collectives(connection: duckdb.DuckDBPyConnection) -> Iterator[str]:
+def _shifted_reductions(connection: duckdb.DuckDBPyConnection) -> Iterator[ShiftedReductions]:
     """Ranks that take part in fewer or more of a group's collectives per step than on the other side."""
     connection.execute(
         "CREATE OR REPLACE TEMP TABLE reduced AS "
@@ -78,10 +103,12 @@ def _shifted_collectives(connection: duckdb.DuckDBPyConnection) -> Iterator[str]
     if total is None or len(rows) * 2 > total[0]:
         return
     for rank, step, off in rows:
-        count = abs(round(off))
-        what = "a collective" if count == 1 else f"{count} collectives"
-        verb = "left out" if off < 0 else "launched one more:" if count == 1 else "launched more:"
-        yield (
-            f"Rank {rank} of the candidate {verb} {what} before or in step {step}: its reductions no longer meet "
-            "those of the same step on the other ranks."
-        )
+        yield ShiftedReductions(rank, step, round(off))
+
+
+def _explain(context: Context) -> SkippedBatches | None:
+    found = skipped_batches(context.connection, inputs=context.may_differ("inputs"))
+    return found if found.ahead or found.lagging else None
+
+
+EXPLAINER = Explainer(SkippedBatches, _explain, paired=frozenset({"ranks"}))

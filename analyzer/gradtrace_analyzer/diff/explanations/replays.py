@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import duckdb
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.origin import Replay
+from gradtrace_analyzer.diff.explanations.explanation import Context, Explainer, Explanation
+from gradtrace_analyzer.diff.origin import NodeOrigin, Origin, Replay
 from gradtrace_analyzer.words.nouns import SIDES
-from gradtrace_analyzer.words.numbers import spans
 
 _SAME_NODE = ("root", "module_fqn", "call_index", "node_name", "occurrence")
+
+
+@dataclass(frozen=True)
+class Replays(Explanation):
+    """For each origin in its place, how its Node did when it was run again; empty of one that was not."""
+
+    of_origins: tuple[tuple[Replay, ...], ...]
+
+    def onto(self, origins: tuple[Origin, ...]) -> tuple[Origin, ...]:
+        """The Nodes, each with its replays."""
+        return tuple(
+            replace(o, replays=found) if isinstance(o, NodeOrigin) else o
+            for o, found in zip(origins, self.of_origins, strict=True)
+        )
 
 
 def replayed(
@@ -40,23 +55,12 @@ def replayed(
     return tuple(found)
 
 
-def replay_sentence(found: Sequence[Replay], step: int) -> str:
-    """What that says of the origin, with a space in front; nothing where the Node was not run again."""
-    apart = [r for r in found if r.apart_count]
-    if not found:
-        return ""
-    if not apart:
-        sides = "both runs" if len(found) > 1 else f"the {found[0].side}"
-        return (
-            f" Run again with the same gradients, the Node gave the same bits in {sides}: it is deterministic where "
-            "it ran, and its code, or what it saved, is where they part."
-        )
-    said = []
-    for r in apart:
-        by = f" (by {r.error:.1e})" if r.error is not None else ""
-        where = f"here{by}" if r.equal is False else f"elsewhere, not in step {spans([step])}"
-        said.append(f"in {r.apart_count:,} of {r.run_count:,} runs of the {r.side}, {where}")
-    return (
-        f" The Node disagrees with itself: run again with the same gradients it gave other bits {'; '.join(said)}. "
-        "That is a nondeterministic kernel, a Function that draws or keeps something, or a faulty device, not the data."
+def _explain(context: Context) -> Replays | None:
+    found = tuple(
+        replayed(context.connection, o.difference, o.ranks) if isinstance(o, NodeOrigin) else ()
+        for o in context.origins
     )
+    return Replays(found) if any(found) else None
+
+
+EXPLAINER = Explainer(Replays, _explain, links=frozenset({"backward"}))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import duckdb
 
 from gradtrace_analyzer.diff.difference import LARGEST_FACTOR
+from gradtrace_analyzer.diff.explanations.explanation import Context, Explainer, Explanation
 from gradtrace_analyzer.numerics.sketches import factor_between
 from gradtrace_analyzer.words.nouns import SIDES
 
@@ -33,6 +34,13 @@ class RerunNode:
     call_index: int | None
     times: float
     equal_count: int
+
+
+@dataclass(frozen=True)
+class RerunNodes(Explanation):
+    """Those of the step, the first of each pass."""
+
+    nodes: tuple[RerunNode, ...]
 
 
 def repeated(connection: duckdb.DuckDBPyConnection, step: int) -> list[RerunNode]:
@@ -76,3 +84,11 @@ def repeated(connection: duckdb.DuckDBPyConnection, step: int) -> list[RerunNode
                 place = (before, index, name, root, module, call)
                 found[side, rank, index] = RerunNode(side, step, rank, *place, times, equal)
     return list(found.values())
+
+
+def _explain(context: Context) -> RerunNodes | None:
+    nodes = repeated(context.connection, context.origins[0].step)
+    return RerunNodes(tuple(nodes)) if nodes else None
+
+
+EXPLAINER = Explainer(RerunNodes, _explain)

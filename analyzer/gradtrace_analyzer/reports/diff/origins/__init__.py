@@ -1,0 +1,1 @@
+"""The sentences of origins: one template a kind, found by its type."""
