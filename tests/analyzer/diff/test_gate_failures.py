@@ -10,7 +10,7 @@ import pytest
 from gradtrace_analyzer.diff.answer import Answer, Verdict
 from gradtrace_analyzer.diff.code.structure import OneSided
 from gradtrace_analyzer.diff.gate import Gate, GateFailure, exit_status, gate_failures
-from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origin import ClipOrigin, FailureOrigin, RngOrigin
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from support.synthetic_runs.differences import call, changed, cover, gradient
 
@@ -104,7 +104,7 @@ def test_other_code_for_the_same_numbers_is_no_difference_of_values(
 
 def test_factor_of_an_origin_is_known_exactly() -> None:
     d = gradient("w", 1, "final", step=4)
-    scaled = Origin("clip", d, (1,), None, changed(factor=1.25))
+    scaled = ClipOrigin(d, (1,), None, changed(factor=1.25))
     found = gate_failures(answer(spread=(entry("clip", 0.12),), origins=(scaled,)), [CLIP])
     assert numbers(found) == {"clip": (0.25, 2, (0, 1), "w")}
     plain = replace(scaled, change=changed(0.5))  # its error is an estimate, which the spread has
@@ -113,10 +113,9 @@ def test_factor_of_an_origin_is_known_exactly() -> None:
 
 def test_failure_and_generator_fail_without_a_number() -> None:
     d = call("m", 1, step=4)
-    failed = Origin(
-        "backward", d, (0,), "m", None, failure=OneSidedFailure(0, 4, 0, {"node_name": "A"})
-    )
-    moved = Origin("rng", d, (0,), "m", None)
+    failure = OneSidedFailure(0, 4, 0, {"node_name": "A"})
+    failed = FailureOrigin(replace(d, table="failures"), (0,), "m", failure=failure)
+    moved = RngOrigin(d, (0,), "m")
     found = gate_failures(answer(origins=(failed, moved)), [Gate("any", 1e9)])
     assert numbers(found) == {"rng": (None, 4, (0,), "m"), "backward": (None, 4, (0,), "m")}
 

@@ -13,14 +13,13 @@ from gradtrace_analyzer.diff.notes import (
     abandoned,
     compared_with_itself,
     counted_only,
-    deaths_of,
     partly_followed,
     rng_notes,
 )
-from gradtrace_analyzer.diff.origin import Origin
-from gradtrace_analyzer.failures.crashes import Crash
-from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
-from support.synthetic_runs.differences import Row, aligned, call, cover, run_of, views
+from gradtrace_analyzer.diff.origin import ForwardOrigin, LoneRowOrigin, Origin
+from gradtrace_analyzer.reports.diff.notes import note_sentence
+from gradtrace_analyzer.reports.diff.wording import Wording
+from support.synthetic_runs.differences import Row, aligned, call, run_of, views
 
 LONE = Structure((OneSided("node", "A", "candidate"),))
 
@@ -65,15 +64,17 @@ def alignment(a: list[Row], b: list[Row]) -> Any:
 
 def test_generators_that_differ_where_nothing_shows_it_are_told() -> None:
     a, b = [{"rng_fingerprint": 1}] * 3, [{"rng_fingerprint": n} for n in (1, 2, 2)]
-    assert rng_notes(alignment(a, b), [0, 1, 2]) == [
+    [note] = rng_notes(alignment(a, b), [0, 1, 2])
+    assert note_sentence(note, Wording()) == (
         "The random generators stand elsewhere at the beginning of steps 1-2 (rank 0); nothing that was compared "
         "shows it."
-    ]
+    )
     assert rng_notes(alignment(a, b), [0]) == rng_notes(alignment(a, a), [0, 1, 2]) == []
 
 
 def origin(link: str, step: int = 0) -> Origin:
-    return Origin(link, call("m", 1, step=step), (0,), "m", None)
+    kind = LoneRowOrigin if link == "structure" else ForwardOrigin
+    return kind(call("m", 1, step=step), (0,), "m")
 
 
 @pytest.mark.parametrize(
@@ -105,18 +106,3 @@ def test_differences_that_were_not_followed_are_counted() -> None:
         "1,234 more rows differ in that step than were followed; what is inherited is counted without them."
     ]
     assert partly_followed(crowd, [origin("forward", 2)]) == partly_followed(crowd, []) == []
-
-
-def test_only_sides_with_ranks_that_did_not_end_are_asked_for_deaths() -> None:
-    assert deaths_of({"baseline": run_of(), "candidate": run_of()}, cover()) == []
-
-
-def test_exception_that_ended_a_rank_is_told_once() -> None:
-    crash = Crash(0, 3, "was ended by ValueError: boom", exception_type="ValueError")
-    runs, crashed = {"candidate": run_of()}, cover(crashes={"candidate": (crash,)})
-    assert deaths_of(runs, crashed) == [
-        "The candidate crashed: rank 0 was ended by ValueError: boom, in step 3."
-    ]
-    row = {"exception_type": "ValueError"}
-    told = [OneSidedFailure(rank=0, step=3, backward_index=0, row=row, side="candidate")]
-    assert deaths_of(runs, crashed, told) == []

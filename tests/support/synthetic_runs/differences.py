@@ -16,7 +16,10 @@ import pyarrow as pa
 
 from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.difference import Change, Difference
+from gradtrace_analyzer.diff.explanations.explanation import Context
 from gradtrace_analyzer.diff.links import LINK_TABLES, TABLE_NAMES
+from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origins.step_reader import StepReader
 from gradtrace_analyzer.diff.pairing.opening import RunPair
 from gradtrace_analyzer.diff.pairing.pairs import differing, opened, opened_places, seen
 from gradtrace_analyzer.diff.scope.cover import Cover
@@ -319,6 +322,22 @@ def cover(**more: Any) -> Cover:
         "problems": {},
     }
     return Cover(**{**whole, **more})
+
+
+def context(*origins: Origin, **more: Any) -> Context:
+    """What a plug-in is given that explains these origins; of ranks that pair, on no rows, unless `more` says else."""
+    connection = more.get("connection") or views({})
+    known: dict[str, Any] = {
+        "connection": connection,
+        "runs": {side: run_of() for side in SIDES},
+        "cover": cover(),
+        "reader": StepReader(connection, cover(), origins[0].step),
+        "failures": (),
+        "spread": (),
+        "paired": "ranks",
+        "may_differ": lambda _: True,
+    }
+    return Context(origins=origins, **known | more)
 
 
 def each_step(steps: Iterable[int], rows: Sequence[Mapping[str, Any]]) -> list[Row]:

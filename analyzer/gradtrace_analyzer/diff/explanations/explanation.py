@@ -28,9 +28,9 @@ EVERYTHING: frozenset[Paired] = frozenset({"ranks", "stages", "sums"})
 class Context:
     """What is known when the origins of a step have been found.
 
-    On `connection` lie the views of both sides and the tables `differing_<table>`; `reader` reads what else the origins'
-    step holds. `spread` tells for each rank and link the first step that differs. `may_differ` says of a table whether
-    any row of it may differ at all.
+    On `connection` lie the views of both sides and the tables `differing_<table>`; `reader` reads what else the step
+    of the origins holds. `spread` tells for each rank and link the first step that differs, `may_differ` of a table
+    whether any row of it may differ at all.
     """
 
     connection: duckdb.DuckDBPyConnection

@@ -94,8 +94,8 @@ def _lacking_steps(cover: Cover, numbered: Steps) -> Iterator[str]:
 def caveats(
     cover: Cover, new_steps: Callable[[], Steps], *, are_summed: bool = False
 ) -> Iterator[str]:
-    """What restricts the answer, a sentence each. Ranks that are summed over are not missed. `new_steps` says the steps of
-    one sentence."""
+    """What restricts the answer, a sentence each. Ranks that are summed over are not missed. `new_steps` says
+    the steps of one sentence."""
     if not cover.selection.is_all:
         yield f"Compared only, as asked: {cover.selection.told(new_steps().one)}."
     for steps_lacking in _lacking_steps(cover, new_steps()):

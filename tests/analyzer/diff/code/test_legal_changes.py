@@ -12,10 +12,12 @@ from gradtrace_analyzer.diff.code.legal_changes import (
     SetAside,
     aside_sentence,
     divide_out_loss_scales,
-    scaled_sentence,
     set_aside,
 )
 from gradtrace_analyzer.diff.links import LINK_TABLES
+from gradtrace_analyzer.diff.note import DividedOut
+from gradtrace_analyzer.reports.diff.notes import note_sentence
+from gradtrace_analyzer.reports.diff.wording import Wording
 from support.synthetic_runs.differences import Row, Rows, paired, sides
 
 NAMES = ("a.w", "b.w", "c.w")
@@ -120,7 +122,9 @@ def test_losses_that_drift_apart_are_no_scale() -> None:
 
 
 def test_each_scale_is_named_with_its_first_step() -> None:
-    said = scaled_sentence([LossScale(65536.0, 2, 5), LossScale(32768.0, 7, 1)])
+    said = note_sentence(
+        DividedOut((LossScale(65536.0, 2, 5), LossScale(32768.0, 7, 1))), Wording()
+    )
     assert (
         "65536 times the baseline's until they are unscaled, from step 2 on, 32768 times from step 7 on"
         in said
@@ -265,6 +269,6 @@ def test_what_was_set_aside_is_said_in_words(found: list[SetAside], said: str) -
 
 
 def test_loss_scale_is_said_in_words() -> None:
-    assert scaled_sentence([LossScale(65536.0, 2, 5)]).startswith(
+    assert note_sentence(DividedOut((LossScale(65536.0, 2, 5),)), Wording()).startswith(
         "The candidate's loss and gradients are 65536 times the baseline's until they are unscaled, from step 2 on"
     )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gradtrace_analyzer.diff.code.structure import OneSided
+from gradtrace_analyzer.reports.diff.numbering import Steps
 from gradtrace_analyzer.reports.diff.structure import structure_lines
 from support.answers.commands import asked, told
 from support.synthetic_runs.builder import build_run, summary_columns
@@ -128,4 +129,4 @@ def test_pass_of_one_side_is_found_beside_changed_code(tmp_path: Path) -> None:
 )
 def test_calls_of_one_side_share_a_line_in_the_plural(names: list[str], said: str) -> None:
     one = [OneSided("call", n, "candidate", ranks=(0,), first_step=0, last_step=0) for n in names]
-    assert list(structure_lines(one)) == [f"{said} (rank 0, step 0)"]
+    assert list(structure_lines(one, Steps())) == [f"{said} (rank 0, step 0)"]

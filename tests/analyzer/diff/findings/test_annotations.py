@@ -1,16 +1,15 @@
-"""What is told beside the origins of a step: their root, ranks reached later, and what stayed equal."""
+"""What is told beside the origins of a step: their root, and what stayed equal."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.findings.annotations import equal_in_step, with_later_ranks, with_root
+from gradtrace_analyzer.diff.findings.annotations import equal_in_step, with_root
 from gradtrace_analyzer.diff.links import LINKS
-from gradtrace_analyzer.diff.origin import Origin, Reached
+from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.scope.selection import Selection
 from gradtrace_analyzer.sql.pipelines import StagePlace
@@ -29,7 +28,7 @@ ROOTS = {0: "Generator", 1: "Discriminator"}
 
 
 def origin(d: Difference, **more: Any) -> Origin:
-    return Origin(d.link, d, (d.rank,), None, None, **more)
+    return Origin(d, (d.rank,), None, None, **more)
 
 
 @pytest.mark.parametrize(
@@ -48,32 +47,6 @@ def test_root_is_named_where_there_are_several(
     found: Origin, roots: dict[int, str], name: str | None
 ) -> None:
     assert with_root(found, roots).root_name == name
-
-
-def entry(rank: int, first_step: int, link: str) -> dict[str, Any]:
-    return {"rank": rank, "first_step": first_step, "link": link}
-
-
-def test_ranks_that_an_origin_reached_in_a_later_step_are_told_with_it() -> None:
-    near = Reached(1, 3, "bucket", {})
-    own = replace(origin(call("m", 1, step=3)), reached=(near,))
-    spread = [
-        entry(3, 5, "parameters"),
-        entry(3, 4, "optimizer"),
-        entry(3, 4, "forward"),
-        entry(2, 4, "clip"),
-        entry(1, 4, "clip"),  # it was reached before
-        entry(0, 4, "clip"),  # its own rank
-        entry(4, 2, "clip"),  # before the origin: that is no consequence
-    ]
-    [found] = with_later_ranks([own], spread)
-    assert found.reached == (near, Reached(2, 4, "clip", {}), Reached(3, 4, "forward", {}))
-
-
-def test_of_several_origins_nobody_knows_which_reached_a_rank_later() -> None:
-    two = [origin(call("m", 1)), origin(call("n", 2))]
-    assert with_later_ranks(two, [entry(2, 4, "clip")]) == two
-    assert with_later_ranks([], [entry(2, 4, "clip")]) == []
 
 
 MODULES = {(0, ""), (0, "a"), (0, "a.b"), (0, "a.c"), (0, "d"), (0, "d.e")}

@@ -8,9 +8,25 @@ import pytest
 
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.findings.grounds import with_grounds
-from gradtrace_analyzer.diff.origin import Ground, Origin
+from gradtrace_analyzer.diff.origin import (
+    ArrivingOrigin,
+    BucketInputOrigin,
+    BucketOrigin,
+    CallInputOrigin,
+    ClipOrigin,
+    ForwardOrigin,
+    Ground,
+    LocalGradientOrigin,
+    LossOrigin,
+    NodeOrigin,
+    Origin,
+    ParametersOrigin,
+    ReducedGradientOrigin,
+    UpdateOrigin,
+)
 from gradtrace_analyzer.diff.scope.recorded import Recorded
-from gradtrace_analyzer.reports.diff.origins import origin_sentence
+from gradtrace_analyzer.reports.diff.origins.sentences import origin_sentence
+from gradtrace_analyzer.reports.diff.wording import Wording
 from support.synthetic_runs.differences import (
     Row,
     bucket,
@@ -62,10 +78,14 @@ WHOLE: dict[str, list[Row]] = {
 }
 
 
+def sentence(origin: Origin) -> str:
+    return origin_sentence(origin, Wording())
+
+
 def grounded(
-    d: Difference, rows: dict[str, list[Row]], link: str | None = None, **more: Any
+    d: Difference, rows: dict[str, list[Row]], kind: type[Origin] = Origin, **more: Any
 ) -> Origin:
-    origin = Origin(link or d.link, d, (d.rank,), d.key.get("module_fqn"), None, **more)
+    origin = kind(d, (d.rank,), d.key.get("module_fqn"), None, **more)
     return with_grounds(Recorded(views(rows)), origin, are_sums=False)
 
 
@@ -109,45 +129,49 @@ def test_nothing_rests_on_a_table_that_is_not_there(table: str) -> None:
 
 def test_root_that_was_never_seen_with_parameters_has_unknown_ones() -> None:
     other = {**WHOLE, "parameters": [weight("before", root=1)]}
-    said = origin_sentence(grounded(call("m", 3), other))
+    said = sentence(grounded(call("m", 3), other, ForwardOrigin))
     assert said.endswith(
         "although its inputs are equal; its parameters were not recorded on both sides."
     )
-    assert origin_sentence(grounded(call("m", 3), WHOLE)).endswith(
+    assert sentence(grounded(call("m", 3), WHOLE, ForwardOrigin)).endswith(
         "although its inputs are equal, and its parameters were when the step began."
     )
-    assert origin_sentence(grounded(call("k", 3), WHOLE)).endswith("although its inputs are equal.")
+    assert sentence(grounded(call("k", 3), WHOLE, ForwardOrigin)).endswith(
+        "although its inputs are equal."
+    )
 
 
 def test_update_of_which_the_settings_are_unknown_says_so() -> None:
     after = parameter("m.w", 9, "after")
     wrapped = {**WHOLE, "optimizer_groups": [{**GROUP, "learning_rate": None}]}
-    said = origin_sentence(grounded(after, wrapped))
+    said = sentence(grounded(after, wrapped, UpdateOrigin))
     assert (
         "although its gradient and its value before the forward are equal; the optimizer's settings were not "
         "recorded on both sides: these, the optimizer," in said
     )
-    nothing = origin_sentence(grounded(after, {}))
+    nothing = sentence(grounded(after, {}, UpdateOrigin))
     assert "although" not in nothing and "equal" not in nothing
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "kind"),
     [
-        call("m", 3),
-        loss(3, values={"loss": (1.0, 2.0)}),
-        node("m", 4),
-        gradient("m.w", 5),
-        gradient("m.w", 5, "reduced"),
-        gradient("m.w", 5, "final"),
-        parameter("m.w", 9, "after"),
-        parameter("m.w", 0, step=1),
-        bucket(["m.w"], 6),
+        (call("m", 3), ForwardOrigin),
+        (call("m", 3), CallInputOrigin),
+        (loss(3, values={"loss": (1.0, 2.0)}), LossOrigin),
+        (node("m", 4), NodeOrigin),
+        (node("m", 4), ArrivingOrigin),
+        (gradient("m.w", 5), LocalGradientOrigin),
+        (gradient("m.w", 5, "reduced"), ReducedGradientOrigin),
+        (gradient("m.w", 5, "final"), ClipOrigin),
+        (parameter("m.w", 9, "after"), UpdateOrigin),
+        (parameter("m.w", 0, step=1), ParametersOrigin),
+        (bucket(["m.w"], 6), BucketInputOrigin),
+        (bucket(["m.w"], 6), BucketOrigin),
     ],
 )
-@pytest.mark.parametrize("between", [False, True])
-def test_where_nothing_is_known_no_sentence_says_equal(row: Difference, between: bool) -> None:
-    said = origin_sentence(grounded(row, {}, between=between))
+def test_where_nothing_is_known_no_sentence_says_equal(row: Difference, kind: type[Origin]) -> None:
+    said = sentence(grounded(row, {}, kind))
     assert " equal" not in said and "changed since" not in said
 
 
@@ -166,7 +190,7 @@ def test_bucket_rests_on_what_every_rank_put_in() -> None:
 def test_sums_over_parts_lie_on_any_rank() -> None:
     d = parameter("m.w", 9, "after")
     rows = {table: [{**row, "rank": 3} for row in own] for table, own in WHOLE.items()}
-    origin = Origin(d.link, d, (0,), None, d.writes)
+    origin = UpdateOrigin(d, (0,), None, d.writes)
     recorded = Recorded(views(rows))
     assert with_grounds(recorded, origin, are_sums=True).rests_on == {"final", "before", "settings"}
     assert not with_grounds(recorded, origin, are_sums=False).rests_on

@@ -10,10 +10,11 @@ import pytest
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.findings.unseen import unseen_before
 from gradtrace_analyzer.diff.links import LINKS
-from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origin import LoneRowOrigin, Origin
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.scope.selection import Selection
 from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.words.numbers import ranks_phrase
 from support.synthetic_runs.differences import (
     bucket,
     call,
@@ -37,8 +38,12 @@ def unseen(
     link: str | None = None,
     recorded: Collection[str] = LINKS,
 ) -> list[str]:
-    origin = Origin(link or d.link, d, (d.rank,), None, None)
-    return unseen_before(runs or RUNS, of or cover(**BOTH), origin, common, recorded)
+    kind = {None: Origin, "structure": LoneRowOrigin}[link]
+    found = unseen_before(runs or RUNS, of or cover(**BOTH), kind(d, (d.rank,)), common, recorded)
+    return [
+        f"step {one.step}" if one.step is not None else one.what or ranks_phrase(one.ranks)
+        for one in found
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradtrace_analyzer.diff.difference import Change, Difference
-from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origin import FailureOrigin, LossOrigin, Origin, ScaledOrigin
 from gradtrace_analyzer.diff.origins.first_differences import by_rank, first_origins
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from support.synthetic_runs.differences import (
@@ -274,7 +274,7 @@ NOTHING_CAME = Change(True, None, 0.0, {"norm": 1.0}, {"norm": None})
 )
 def test_what_a_failed_pass_left_undone_follows_from_it(row: Difference) -> None:
     origin = first(row, failures={0: failure()})
-    assert origin.failure is not None and origin.difference.order == row.order
+    assert isinstance(origin, FailureOrigin) and origin.difference.order == row.order
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_what_a_failed_pass_left_undone_follows_from_it(row: Difference) -> None
     ],
 )  # fmt: skip
 def test_what_comes_before_a_failure_is_the_origin(row: Difference) -> None:
-    assert first(row, failures={0: failure(backward_index=1)}).failure is None
+    assert not isinstance(first(row, failures={0: failure(backward_index=1)}), FailureOrigin)
 
 
 def unused_forward(*rest: Difference) -> Origin:
@@ -331,10 +331,13 @@ def test_factor_of_a_pass_is_followed_to_where_it_ends() -> None:
     ]
     scaled = node("m", 2, reads=changed(factor=2.0, lanes=4))
     origin = first(scaled, loss(6), *passes)
-    assert origin.rescaled is not None and origin.rescaled.backward_index == 1
+    assert isinstance(origin, LossOrigin) and origin.rescaled is not None
+    assert origin.rescaled.backward_index == 1
     without_loss = first(scaled, *passes)
-    assert without_loss.link == "backward" and without_loss.rescaled is not None
-    assert first(node("m", 2), *passes).rescaled is None  # no factor, nothing to follow
+    assert isinstance(without_loss, ScaledOrigin) and without_loss.link == "backward"
+    assert without_loss.rescaled is not None
+    no_factor = first(node("m", 2), *passes)  # nothing to follow
+    assert isinstance(no_factor, ScaledOrigin) and no_factor.rescaled is None
 
 
 def test_row_that_is_no_summary_is_told_by_its_values() -> None:

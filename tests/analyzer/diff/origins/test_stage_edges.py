@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.origin import Origin, Reached
+from gradtrace_analyzer.diff.origin import (
+    ForwardOrigin,
+    LoneRowOrigin,
+    Origin,
+    Reached,
+    ReceivedOrigin,
+)
 from gradtrace_analyzer.diff.origins.stage_edges import (
     StageEdges,
     on_ranks,
@@ -48,8 +54,8 @@ EDGES = StageEdges(
 )
 
 
-def origin(d: Difference, link: str | None = None, **more: Any) -> Origin:
-    return Origin(link or d.link, d, (d.rank,), None, None, **more)
+def origin(d: Difference, kind: type[Origin] = ForwardOrigin, **more: Any) -> Origin:
+    return kind(d, (d.rank,), **more)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +101,7 @@ def test_activations_come_from_one_neighbour_and_gradients_from_the_other(
 def test_whole_action_of_one_side_alone_stands_for_what_is_in_it() -> None:
     first = call("m", 5, only_in="baseline")
     whole = action(0, 10, "forward", 0, only_in="baseline")
-    assert EDGES.lone_action(origin(first, "structure"), [first, whole]).difference is whole
+    assert EDGES.lone_action(origin(first, LoneRowOrigin), [first, whole]).difference is whole
 
 
 @pytest.mark.parametrize(
@@ -108,7 +114,7 @@ def test_whole_action_of_one_side_alone_stands_for_what_is_in_it() -> None:
 )
 def test_action_around_a_lone_row_that_both_sides_made_is_not_told(whole: Difference) -> None:
     first = call("m", 5, only_in="baseline")
-    assert EDGES.lone_action(origin(first, "structure"), [whole]).difference is first
+    assert EDGES.lone_action(origin(first, LoneRowOrigin), [whole]).difference is first
 
 
 def test_origin_that_is_no_lone_row_stays_as_it_is() -> None:
@@ -129,22 +135,24 @@ def test_what_an_action_received_is_by_rank_stage_microbatch_and_way() -> None:
 
 def test_origin_is_placed_with_where_what_its_action_received_came_from() -> None:
     received = received_apart([action(2, 20, "forward", 0, reads=changed())])
-    placed = EDGES.placed(origin(call("m", 15, root=1)), received)
-    assert (placed.place, placed.source) == (StagePlace(2, 0, "forward"), (3, 1))
-    assert EDGES.placed(origin(call("m", 15, root=1)), {}).source is None
-    other_way = EDGES.placed(origin(node("m", 25, root=1)), received)
+    first = origin(action(2, 20, "forward", 0), ReceivedOrigin)
+    placed = ReceivedOrigin(
+        first.difference, (0,), place=StagePlace(2, 0, "forward"), source=(3, 1)
+    )
+    assert EDGES.placed(first, received) == placed
+    assert EDGES.placed(first, {}) == replace(placed, source=None)
+    other_way = EDGES.placed(origin(action(2, 25, "backward_input", 0), ReceivedOrigin), received)
+    assert isinstance(other_way, ReceivedOrigin)
     assert (other_way.place, other_way.source) == (StagePlace(2, 0, "input"), None)
-    of_stage = EDGES.placed(origin(parameter("w", 1, root=1)), received)
-    assert (of_stage.place, of_stage.source) == (StagePlace(2), None)
+    assert EDGES.placed(origin(parameter("w", 1, root=1)), received).place == StagePlace(2)
+    assert EDGES.placed(origin(call("m", 15, root=1)), received).place == placed.place
 
 
 def test_ranks_of_an_answer_are_the_candidates_where_stages_were_compared() -> None:
     """Stages 0 to 3 in two copies of two: in the candidate they lie on ranks 5, 4, 7 and 6."""
     stages = Stages({"baseline": {}, "candidate": {0: 5, 1: 4, 2: 7, 3: 6}}, 2)
     reached = Reached(3, 0, "stage", {"stage_index": 9})
-    found = replace(
-        origin(call("m", 5, rank=2)), ranks=(2, 3), source=(3, 1), reached=(reached,), place=None
-    )
+    found = replace(ReceivedOrigin(call("m", 5, rank=2), (2, 3), source=(3, 1)), reached=(reached,))
     origin_of = on_ranks(found, stages)
     assert (origin_of.ranks, origin_of.source, origin_of.place) == ((7, 6), (6, 1), StagePlace(0))
     assert [(r.rank, r.key["stage_index"]) for r in origin_of.reached] == [(6, 1)]

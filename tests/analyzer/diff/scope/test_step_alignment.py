@@ -12,7 +12,6 @@ from gradtrace_analyzer.diff.scope.step_alignment import (
     alignment_of,
 )
 from gradtrace_analyzer.errors import BadAlignment
-from gradtrace_analyzer.reports.diff.numbering import with_both_numbers
 from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.runs.run import Run
 from support.synthetic_runs.builder import build_run, summary_columns
@@ -96,26 +95,4 @@ def test_step_that_begins_with_the_parameters_of_another_is_hinted_at(tmp_path: 
     assert alignment_hint({"baseline": whole, "candidate": whole}) is None
     assert (
         alignment_hint({"baseline": whole, "candidate": parameters(tmp_path / "c", 9, 9)}) is None
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("Step 11, rank 1: in step 11.", "Step 11 (the candidate's 7), rank 1: in step 11."),
-        ("steps 4-9; it has 5 steps", "steps 4-9 (the candidate's 0-5); it has 5 steps"),
-        ("the candidate lacks steps 0-3", "the candidate lacks steps 0-3"),
-    ],
-)
-def test_sentence_names_both_numbers_of_a_step(text: str, said: str, tmp_path: Path) -> None:
-    run = counted(tmp_path / "a", None)
-    assert with_both_numbers(text, covered(run, StepAlignment(4))) == said
-    assert with_both_numbers(text, covered(run, None)) == text
-
-
-def test_steps_of_the_candidate_alone_have_its_own_numbers(tmp_path: Path) -> None:
-    cover = covered(counted(tmp_path / "a", None), StepAlignment(-5))
-    said = with_both_numbers("the baseline lacks steps -5--1 of rank 0; step 2", cover)
-    assert (
-        said == "the baseline lacks the candidate's steps 0-4 of rank 0; step 2 (the candidate's 7)"
     )

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradtrace_analyzer.diff.findings.factor_causes import Count, explained
 
+from gradtrace_analyzer.diff.explanations.factor_causes import Count, explained
+from gradtrace_analyzer.reports.diff.explanations import cause_words
 from support.answers.commands import asked
 from support.synthetic_runs.builder import build_run, summary_columns
 
@@ -20,17 +21,18 @@ from support.synthetic_runs.builder import build_run, summary_columns
         (2.0, Count("the world size", 1, 2), "2: the world size is 1 in the baseline and 2 in the candidate"),
         (4.0, Count("the passes", 4, 4), "4: the passes is 4 on both sides; is it no longer divided by that"),
         (0.25, Count("the passes", 4, 4), "0.25 = 1/4: the passes is 4 on both sides; is it divided by that"),
-        (13 / 22, Count("the tokens of input 'x'", 13, 22), "0.5909 = 13/22: the tokens of input 'x' are 13 in"),
+        (13 / 22, Count("the tokens of 'x'", 13, 22, is_of_many=True), "0.5909 = 13/22: the tokens of 'x' are 13 in"),
         (65536.0, Count("the world size", 2, 2), "65,536 = 2^16: a loss scale that was not taken out again?"),
     ],
 )  # fmt: skip
 def test_count_that_equals_the_factor_is_named(factor: float, count: Count, said: str) -> None:
-    assert explained(factor, [count])[0].startswith(said)
+    found = explained(factor, [count])
+    assert found is not None and cause_words(found)[0].startswith(said)
 
 
 @pytest.mark.parametrize("factor", [1.01, 0.3, 3.0])
 def test_factor_that_no_count_explains_has_no_cause(factor: float) -> None:
-    assert explained(factor, [Count("the world size", 2, 4), Count("the rows", 5, 5)]) == []
+    assert explained(factor, [Count("the world size", 2, 4), Count("the rows", 5, 5)]) is None
 
 
 def test_diff_names_the_world_size_of_a_halved_gradient(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gradtrace_analyzer.diff.findings.replays import replay_sentence, replayed
 
-from gradtrace_analyzer.diff.origin import Replay
+from gradtrace_analyzer.diff.explanations.replays import Replays, replayed
+from gradtrace_analyzer.diff.origin import NodeOrigin, Replay
+from gradtrace_analyzer.reports.diff.origins.sentences import origin_sentence
+from gradtrace_analyzer.reports.diff.wording import Wording
 from support.synthetic_runs.differences import Row, node, views
 
 PLACE: Row = {
@@ -63,5 +65,8 @@ def test_side_that_ran_nothing_again_is_not_told() -> None:
 def test_sentence_says_where_a_node_disagreed_with_itself(
     found: tuple[Replay, ...], said: str
 ) -> None:
-    assert said in replay_sentence(found, 4)
-    assert bool(replay_sentence(found, 4)) == bool(found)
+    of_step = node("m", 0, step=4, node_name="A")
+    [origin] = Replays((found,)).onto((NodeOrigin(of_step, (0,), "m"),))
+    sentence = origin_sentence(origin, Wording())
+    assert said in sentence
+    assert ("What it saved in the forward is not recorded" in sentence) != bool(found)

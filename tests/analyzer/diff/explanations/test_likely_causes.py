@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gradtrace_analyzer.diff.findings.factor_causes import likely_causes
 
 from gradtrace_analyzer.diff.code.structure import OneSided
-from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.explanations.factor_causes import likely_causes
+from gradtrace_analyzer.diff.origin import CodeOrigin, LocalGradientOrigin, Origin, ReceivedOrigin
+from gradtrace_analyzer.reports.diff.explanations import cause_words
 from support.synthetic_runs.differences import Row, Rows, action, changed, gradient, run_of, views
 
 
@@ -27,14 +28,20 @@ def step(passes: int = 2, divisor: int | None = 4, rows: int = 6, tokens: int = 
 
 
 def causes(
-    factor: float, a: Rows, b: Rows, worlds: tuple[int, int] = (7, 7), **more: Any
+    factor: float,
+    a: Rows,
+    b: Rows,
+    worlds: tuple[int, int] = (7, 7),
+    kind: type[Origin] = LocalGradientOrigin,
+    **more: Any,
 ) -> list[str]:
     d = gradient("w", 1, rank=1, step=3)
-    origin = Origin("local_gradient", d, (1,), None, changed(factor=factor), **more)
+    origin = kind(d, (1,), None, changed(factor=factor), **more)
     runs = {
         side: run_of(range(n)) for side, n in zip(("baseline", "candidate"), worlds, strict=True)
     }
-    return likely_causes(views(a, b), runs, origin)
+    found = likely_causes(views(a, b), runs, origin)
+    return [] if found is None else cause_words(found)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +71,15 @@ def test_factor_that_is_no_more_than_rounding_is_not_explained() -> None:
 
 
 def test_changed_code_and_the_way_between_stages_divide_nothing() -> None:
-    assert causes(7.0, step(), step(), code=(OneSided("node", "A", "candidate"),)) == []
+    code = (OneSided("node", "A", "candidate"),)
+    assert causes(7.0, step(), step(), kind=CodeOrigin, code=code) == []
     d = action(0, 1, rank=1, step=3)
     runs = {"baseline": run_of(range(7)), "candidate": run_of(range(7))}
-    between = Origin("stage", d, (1,), None, changed(factor=7.0))
-    assert likely_causes(views(step()), runs, between) == []
+    between = ReceivedOrigin(d, (1,), None, changed(factor=7.0))
+    assert likely_causes(views(step()), runs, between) is None
 
 
 def test_difference_without_a_factor_has_no_cause() -> None:
     d = gradient("w", 1)
     runs = {"baseline": run_of(), "candidate": run_of()}
-    assert likely_causes(views(step()), runs, Origin(d.link, d, (0,), None, changed())) == []
+    assert likely_causes(views(step()), runs, LocalGradientOrigin(d, (0,), None, changed())) is None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gradtrace_analyzer.diff.findings.rerun_nodes import RerunNode, repeated
 
+from gradtrace_analyzer.diff.explanations.rerun_nodes import RerunNode, repeated
 from support.synthetic_runs.builder import summary_columns
 from support.synthetic_runs.differences import Row, Rows, paired
 

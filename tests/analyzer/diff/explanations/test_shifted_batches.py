@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
-from gradtrace_analyzer.diff.findings.skipped_batches import skipped_batches
+from typing import Any
 
+import pytest
+
+from gradtrace_analyzer.diff.explanations.skipped_batches import SkippedBatches, skipped_batches
+from gradtrace_analyzer.reports.diff.explanations import TEMPLATES
+from gradtrace_analyzer.reports.diff.wording import Wording
 from support.synthetic_runs.differences import Row, Rows, views
+
+
+def sentences(connection: Any, **how: Any) -> list[str]:
+    """What was found, in words."""
+    template = TEMPLATES[SkippedBatches]
+    assert template is not None
+    return list(template.sentences(skipped_batches(connection, **how), Wording()))
 
 
 def fed(**batches: str) -> Rows:
@@ -33,24 +44,24 @@ def fed(**batches: str) -> Rows:
 def test_rank_that_reads_ahead_of_the_other_side_left_out_a_batch(
     candidate: str, said: str | None
 ) -> None:
-    found = skipped_batches(views(fed(r0="abcde"), fed(r0=candidate)))
+    found = sentences(views(fed(r0="abcde"), fed(r0=candidate)))
     assert found == ([] if said is None else [f"Rank 0 of the {said}"])
 
 
 def test_rank_that_is_further_ahead_than_anybody_looks_is_not_recognised() -> None:
-    assert skipped_batches(views(fed(r0="abcdefgh"), fed(r0="abghijkl"))) == []
-    assert skipped_batches(views(fed(r0="abcdefgh"), fed(r0="abfghijk"))) != []
+    assert sentences(views(fed(r0="abcdefgh"), fed(r0="abghijkl"))) == []
+    assert sentences(views(fed(r0="abcdefgh"), fed(r0="abfghijk"))) != []
 
 
 def test_ranks_that_left_out_the_same_are_told_together() -> None:
     a, b = fed(r0="abcd", r1="efgh", r2="ijkl"), fed(r0="acde", r1="eghi", r2="ijkl")
-    [said] = skipped_batches(views(a, b))
+    [said] = sentences(views(a, b))
     assert said.startswith("Ranks 0-1 of the candidate read from step 1 on")
     assert said.endswith("they left out a batch there.")
 
 
 def test_inputs_that_are_known_to_agree_are_not_looked_at() -> None:
-    assert skipped_batches(views(fed(r0="abcd"), fed(r0="acde")), inputs=False) == []
+    assert sentences(views(fed(r0="abcd"), fed(r0="acde")), inputs=False) == []
 
 
 def reduced(**numbers: list[int]) -> Rows:
@@ -77,21 +88,21 @@ ALL = reduced(r0=[1, 2, 3], r1=[1, 2, 3], r2=[1, 2, 3])
 )
 def test_rank_whose_collectives_are_numbered_otherwise_is_named(own: list[int], said: str) -> None:
     b = reduced(r0=[1, 2, 3], r1=own, r2=[1, 2, 3])
-    [found] = skipped_batches(views(ALL, b))
+    [found] = sentences(views(ALL, b))
     assert found.startswith(f"Rank 1 of the candidate {said}:")
 
 
 def test_numbers_that_begin_elsewhere_are_the_same() -> None:
     b = reduced(r0=[11, 12, 13], r1=[1, 2, 3], r2=[1, 2, 3])
-    assert skipped_batches(views(ALL, b)) == []
+    assert sentences(views(ALL, b)) == []
 
 
 def test_rank_is_held_against_the_others_where_all_launch_more() -> None:
     b = reduced(r0=[1, 3, 5], r1=[1, 3, 4], r2=[1, 3, 5])
-    [found] = skipped_batches(views(ALL, b))
+    [found] = sentences(views(ALL, b))
     assert found.startswith("Rank 1 of the candidate left out a collective before or in step 2:")
 
 
 def test_where_most_ranks_are_numbered_otherwise_no_rank_left_anything_out() -> None:
     b = reduced(r0=[1, 2, 3], r1=[1, 3, 4], r2=[1, 1, 2])
-    assert skipped_batches(views(ALL, b)) == []
+    assert sentences(views(ALL, b)) == []
