@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from gradtrace_analyzer.failures.crashes import Crash, crashes, crashes_sentence
-from gradtrace_analyzer.runs.last_seen import RankPlace
-from support.synthetic_runs.differences import run_of
+from support.synthetic_runs.differences import run_of, seen_at
 
 BOOM = ["ValueError", "boom: no.\nand more"]
 
@@ -39,8 +38,7 @@ def test_rank_that_left_nothing_is_told_as_such() -> None:
 
 def test_ranks_that_ended_alike_share_a_clause() -> None:
     alike = [Crash(n, 3, "was ended by ValueError: boom") for n in range(3)]
-    place = RankPlace(1, "optimizer", 0, step=2, optimizer="SGD")
-    others = [Crash(7, 2, "died", is_told=False, place=place)]
+    others = [Crash(7, 2, "died", is_told=False, place=seen_at("optimizer", 2, optimizer="SGD"))]
     assert crashes_sentence([*alike, *others]) == (
         "ranks 0-2 were ended by ValueError: boom, in step 3; rank 7 died in step 2, in a step of SGD"
     )

@@ -17,7 +17,7 @@ from support.synthetic_runs.differences import call
 
 def leaves(kind: type) -> set[type]:
     """The types that nothing is derived from."""
-    below = kind.__subclasses__()
+    below: list[type] = kind.__subclasses__()
     return {leaf for one in below for leaf in leaves(one)} if below else {kind}
 
 

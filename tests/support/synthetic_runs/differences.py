@@ -24,6 +24,7 @@ from gradtrace_analyzer.diff.pairing.opening import RunPair
 from gradtrace_analyzer.diff.pairing.pairs import differing, opened, opened_places, seen
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
+from gradtrace_analyzer.runs.last_seen import Doing, RankPlace
 from gradtrace_analyzer.runs.run import RankInfo, Run
 from gradtrace_analyzer.sql.footers import table_counts
 from gradtrace_analyzer.sql.views import macros
@@ -375,3 +376,8 @@ def run_of(
         journals={},
         schema_version=schema_version,
     )
+
+
+def seen_at(doing: Doing, step: int | None, **more: Any) -> RankPlace:
+    """Where a rank was last seen."""
+    return RankPlace(1, doing, 0, step=step, **more)

@@ -9,7 +9,7 @@ from typing import TypeVar
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS, link_of
 from gradtrace_analyzer.diff.origin import Origin
-from gradtrace_analyzer.diff.origins.chain import enclosing
+from gradtrace_analyzer.diff.origins.rank_rows import enclosing
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.words.numbers import spans
 

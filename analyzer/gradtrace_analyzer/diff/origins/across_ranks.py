@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from gradtrace_analyzer.diff.difference import Difference
 from gradtrace_analyzer.diff.links import LOCAL_LINKS
-from gradtrace_analyzer.diff.origins.chain import MetBucket, RankChain, way_of
+from gradtrace_analyzer.diff.origins.chain import RankChain
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
 from gradtrace_analyzer.diff.origins.dependency_graph import DependencyGraph
+from gradtrace_analyzer.diff.origins.rank_rows import MetBucket, way_of
 from gradtrace_analyzer.diff.origins.stage_edges import StageEdges
 from gradtrace_analyzer.diff.origins.step_facts import StepFacts
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.origins.chain import RankChain, enclosing, way_of
+from gradtrace_analyzer.diff.links import LINK_TABLES
+from gradtrace_analyzer.diff.origins import inheriting_backward, inheriting_forward
+from gradtrace_analyzer.diff.origins.chain import INHERITING, RankChain
 from gradtrace_analyzer.diff.origins.dataflow import (
     Dataflow,
     RowKey,
@@ -16,6 +19,7 @@ from gradtrace_analyzer.diff.origins.dataflow import (
     row_keys,
 )
 from gradtrace_analyzer.diff.origins.dependency_graph import DependencyGraph
+from gradtrace_analyzer.diff.origins.rank_rows import enclosing, way_of
 from gradtrace_analyzer.diff.origins.stage_edges import StageEdges
 from gradtrace_analyzer.diff.origins.step_facts import StepFacts
 from gradtrace_analyzer.sql import pipelines
@@ -417,3 +421,15 @@ def test_only_a_forward_goes_forward() -> None:
     assert [way_of(action(0, 1, kind)) for kind in ("forward", "backward_input", "backward_weight")] == [
         "forward", "backward", "backward",
     ]  # fmt: skip
+
+
+def public(module: ModuleType) -> set[object]:
+    own = (value for name, value in vars(module).items() if not name.startswith("_"))
+    return {f for f in own if isinstance(f, FunctionType) and f.__module__ == module.__name__}
+
+
+def test_rows_of_each_link_table_inherit_in_a_way_of_their_own() -> None:
+    """A new table is added there too, and what is there is of a table."""
+    assert set(INHERITING) == {table.table for table in LINK_TABLES}
+    assert set(INHERITING.values()) == public(inheriting_forward) | public(inheriting_backward)
+    assert len(set(INHERITING.values())) == len(INHERITING)
