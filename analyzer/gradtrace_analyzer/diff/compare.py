@@ -17,7 +17,7 @@ from gradtrace_analyzer.diff.divided.by_stage import arrange, scheduled_otherwis
 from gradtrace_analyzer.diff.divided.division import divisions, held_nowhere_else
 from gradtrace_analyzer.diff.divided.part_sums import PartSumComparison, PartSums
 from gradtrace_analyzer.diff.explanations.explanation import Context, Explanation
-from gradtrace_analyzer.diff.explanations.registry import explanations
+from gradtrace_analyzer.diff.explanations.registry import explanations, joins
 from gradtrace_analyzer.diff.findings.annotations import equal_in_step, with_root
 from gradtrace_analyzer.diff.findings.grounds import with_grounds
 from gradtrace_analyzer.diff.findings.unseen import unseen_before
@@ -330,7 +330,9 @@ def _compared(
         return answer("within_tolerance" if lone else "identical", notes=notes)
 
     def search(step: int, *, exceeding: bool) -> StepSearch:
-        return StepSearch(alignment, around(step), failures, common, exceeding=exceeding)
+        return StepSearch(
+            alignment, around(step), failures, common, joins=joins(), exceeding=exceeding
+        )
 
     search_first = search(step, exceeding=False)
     first_origins = search_first.first_origins

@@ -13,6 +13,7 @@ import duckdb
 
 from gradtrace_analyzer.diff.links import LINKS
 from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origins.independent import Join
 from gradtrace_analyzer.diff.origins.step_reader import StepReader
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
@@ -65,13 +66,15 @@ class Explain(Protocol):
 class Explainer:
     """A plug-in: what type of explanation it `gives`, how, and when it is asked.
 
-    It is asked only where an origin lies at one of `links`, and of what is `paired` so.
+    It is asked only where an origin lies at one of `links`, and of what is `paired` so. One that `joins` has been asked
+    before, while the origins were looked for, which of them are one.
     """
 
     gives: type[Explanation]
     explain: Explain
     links: frozenset[str] = frozenset(LINKS)
     paired: frozenset[Paired] = EVERYTHING
+    joins: Join | None = None
 
     def is_asked(self, context: Context) -> bool:
         """Whether it can speak of these origins."""

@@ -8,19 +8,27 @@ from gradtrace_analyzer.diff.explanations import (
     later_ranks,
     replays,
     rerun_nodes,
+    rewritten_parameter,
     skipped_batches,
 )
 from gradtrace_analyzer.diff.explanations.explanation import Context, Explainer, Explanation
 from gradtrace_analyzer.diff.origin import Origin
+from gradtrace_analyzer.diff.origins.independent import Join
 
 EXPLAINERS: tuple[Explainer, ...] = (
     later_ranks.EXPLAINER,
     replays.EXPLAINER,
+    rewritten_parameter.EXPLAINER,
     ends.EXPLAINER,
     factor_causes.EXPLAINER,
     rerun_nodes.EXPLAINER,
     skipped_batches.EXPLAINER,
 )
+
+
+def joins() -> tuple[Join, ...]:
+    """What says of origins that they are one."""
+    return tuple(explainer.joins for explainer in EXPLAINERS if explainer.joins is not None)
 
 
 def explanations(context: Context) -> tuple[tuple[Origin, ...], tuple[Explanation, ...]]:

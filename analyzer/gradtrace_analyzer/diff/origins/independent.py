@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.origin import FailureOrigin, LossOrigin, NodeOrigin, Origin, Reached
+from gradtrace_analyzer.diff.origin import FailureOrigin, LossOrigin, Origin, Reached
 from gradtrace_analyzer.diff.origins.across_ranks import joined
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
 from gradtrace_analyzer.diff.origins.dependency_graph import DependencyGraph
@@ -20,6 +20,13 @@ Numbered = tuple[tuple[Any, ...], int, Origin]
 OriginOf = Callable[[int, list[Difference]], Origin]
 
 
+class Join(Protocol):
+    """Says that two origins are one fault."""
+
+    def __call__(self, origin: Origin, known: Sequence[Origin], /) -> tuple[int, Origin] | None:
+        """(which of those that are known an origin is one with, what they are together), or None."""
+
+
 def independent(
     first_origins: Sequence[Origin],
     rows: Mapping[int, Sequence[Difference]],
@@ -28,12 +35,14 @@ def independent(
     origin_of: OriginOf,
     *,
     edges: StageEdges | None = None,
+    joins: Sequence[Join] = (),
     exceeding: bool,
 ) -> tuple[list[Origin], list[Origin]]:
     """(origins, inherited): `first_origins` are each rank's first difference, in the order of the chain.
 
     A rank's first is inherited where it follows from another rank's; what else differs on a rank without
-    following from its first, or from anything, is an origin of its own. `edges` are those of a pipeline.
+    following from its first, or from anything, is an origin of its own. `edges` are those of a pipeline, and
+    `joins` say which of the origins are one.
     """
     begun = {first.difference.rank: first for first in first_origins}
     chains = {rank: _from_first(first, rows.get(rank, ())) for rank, first in begun.items()}
@@ -58,7 +67,7 @@ def independent(
             others = _others(graph, v)
             found.append(((1, v), v, replace(origin, other_count=others)))
     found.sort(key=lambda entry: entry[0])
-    found = _without_rewritten(found, graph)
+    found = _joined(found, graph, joins)
     merged, numbers = _merged(found)
     if not merged:
         return list(first_origins), []
@@ -67,31 +76,20 @@ def independent(
     return origins, [first for first in first_origins if first.difference.rank not in own_ranks]
 
 
-def _without_rewritten(found: Sequence[Numbered], graph: DependencyGraph) -> list[Numbered]:
-    """The origins; a parameter that the optimizer left elsewhere than its gradient says, and a Node of its module
-    that gave another gradient before, are one: the parameter was changed in between."""
+def _joined(
+    found: Sequence[Numbered], graph: DependencyGraph, joins: Sequence[Join]
+) -> list[Numbered]:
+    """The origins, without those that are one with another: what such a one has fed follows from that."""
     kept: list[Numbered] = []
     for place, v, origin in found:
-        d = origin.difference
-        name = str(d.key.get("parameter_fqn") or "")
-        node = next(
-            (
-                (n, other)
-                for n, (_, _, other) in enumerate(kept)
-                if origin.link == "optimizer"
-                and d.table == "parameters"
-                and isinstance(other, NodeOrigin)
-                and (other.difference.rank, other.difference.key["root"]) == (d.rank, d.key["root"])
-                and other.module_fqn == name.rpartition(".")[0]
-            ),
-            None,
-        )
-        if node is None:
+        known = [other for _, _, other in kept]
+        one = next(filter(None, (join(origin, known) for join in joins)), None)
+        if one is None:
             kept.append((place, v, origin))
             continue
-        n, changed = node
+        n, together = one
         graph.feeders[v].add(kept[n][1])
-        kept[n] = (*kept[n][:2], replace(changed, rewritten=name))
+        kept[n] = (*kept[n][:2], together)
     return kept
 
 

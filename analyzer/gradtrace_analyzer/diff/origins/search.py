@@ -22,7 +22,7 @@ from gradtrace_analyzer.diff.origin import (
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
 from gradtrace_analyzer.diff.origins.first_differences import by_rank, first_origins, origin_of
 from gradtrace_analyzer.diff.origins.from_code import CodeSplit, origin_of_code, split_by_code
-from gradtrace_analyzer.diff.origins.independent import independent, same_place_merged
+from gradtrace_analyzer.diff.origins.independent import Join, independent, same_place_merged
 from gradtrace_analyzer.diff.origins.stage_edges import received_apart
 from gradtrace_analyzer.diff.origins.step_reader import StepReader
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
@@ -38,9 +38,11 @@ class StepSearch:
         failures: Sequence[OneSidedFailure],
         steps: Sequence[int],
         *,
+        joins: Sequence[Join] = (),
         exceeding: bool,
     ) -> None:
-        """`steps` are all that both sides recorded."""
+        """`steps` are all that both sides recorded; `joins` say which origins are one."""
+        self._joins = joins
         step, structure = here.step, alignment.structure
         self._alignment = alignment
         self._here = here
@@ -113,6 +115,7 @@ class StepSearch:
             self._here.step_facts(self._differences, disturbed),
             self._origin_of,
             edges=self._edges,
+            joins=self._joins,
             exceeding=self._exceeding,
         )
         origins = [_with_positions(self._here, o) for o in origins]

@@ -13,6 +13,7 @@ from gradtrace_analyzer.diff.explanations.factor_causes import Count, FactorCaus
 from gradtrace_analyzer.diff.explanations.later_ranks import LaterRanks
 from gradtrace_analyzer.diff.explanations.replays import Replays
 from gradtrace_analyzer.diff.explanations.rerun_nodes import RerunNode, RerunNodes
+from gradtrace_analyzer.diff.explanations.rewritten_parameter import RewrittenParameters
 from gradtrace_analyzer.diff.explanations.skipped_batches import SkippedBatches
 from gradtrace_analyzer.failures.crashes import crashes_sentence
 from gradtrace_analyzer.failures.phrases import died_phrase
@@ -116,6 +117,7 @@ def _skipped(found: SkippedBatches, say: Wording) -> Iterator[str]:
 TEMPLATES: Mapping[type[Explanation], Template | None] = {
     LaterRanks: None,
     Replays: None,
+    RewrittenParameters: None,
     Ends: Template(lambda found: "front" if found.is_cause else "note", _ends),
     FactorCauses: Template(lambda _: "behind", _causes),
     RerunNodes: Template(lambda _: "end", _rerun),

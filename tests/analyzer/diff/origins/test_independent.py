@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.origin import NodeOrigin, Origin
+from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.origins.dataflow import Dataflow
 from gradtrace_analyzer.diff.origins.first_differences import by_rank, first_origins, origin_of
-from gradtrace_analyzer.diff.origins.independent import independent, same_place_merged
+from gradtrace_analyzer.diff.origins.independent import Join, independent, same_place_merged
 from gradtrace_analyzer.diff.origins.step_facts import StepFacts
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from support.synthetic_runs.differences import (
@@ -33,6 +31,7 @@ def search(
     *differences: Difference,
     failures: dict[int, OneSidedFailure] | None = None,
     unused: dict[int, Sequence[tuple[float, float]]] | None = None,
+    joins: Sequence[Join] = (),
     **known: Any,
 ) -> tuple[list[Origin], list[Origin]]:
     """(origins, inherited) of a step with these rows."""
@@ -42,7 +41,8 @@ def search(
     def of_rest(rank: int, own: list[Difference]) -> Origin:
         return origin_of(own, rng_differs=False, modules=(), exceeding=False)
 
-    return independent(begun, rows, Dataflow(), StepFacts(**known), of_rest, exceeding=False)
+    facts = StepFacts(**known)
+    return independent(begun, rows, Dataflow(), facts, of_rest, joins=joins, exceeding=False)
 
 
 def places(origins: Sequence[Origin]) -> list[tuple[str, tuple[int, ...], str | None]]:
@@ -175,22 +175,13 @@ def test_unused_forward_in_front_of_a_scaled_loss_is_left_out() -> None:
     assert "forward" not in origin.inherited_counts
 
 
-def test_parameter_that_was_rewritten_and_the_node_that_saw_it_are_one_origin() -> None:
-    """The Node's gradient shows that its module's weight was changed after the forward; the optimizer's row agrees."""
+def test_what_a_row_that_is_one_with_another_has_fed_follows_from_that() -> None:
     rows = [node("m", 1), parameter("m.w", 9, "after")]
-    [origin], _ = search(*rows, untouched={0})
-    assert isinstance(origin, NodeOrigin) and origin.rewritten == "m.w"
+    [origin], _ = search(
+        *rows, joins=[lambda _, known: (0, known[0]) if known else None], untouched={0}
+    )
+    assert origin.difference is rows[0]
     assert origin.inherited_counts == {"backward": (1, 0), "optimizer": (1, 0)}
-
-
-@pytest.mark.parametrize(
-    "seen", [node("other", 1), node("m", 1, root=1), node("m", 1, **READS), call("m", 1)]
-)
-def test_parameter_that_no_node_of_its_module_saw_is_an_origin_of_its_own(seen: Difference) -> None:
-    origins, _ = search(seen, parameter("m.w", 9, "after"), untouched={0})
-    expected = 1 if seen.table == "module_calls" else 2  # a forward may change statistics
-    assert len(origins) == expected
-    assert all(o.rewritten is None for o in origins if isinstance(o, NodeOrigin))
 
 
 def test_what_follows_from_something_else_too_is_none_of_the_others() -> None:
