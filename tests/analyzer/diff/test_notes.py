@@ -20,7 +20,7 @@ from gradtrace_analyzer.diff.notes import (
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.failures.crashes import Crash
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
-from support.synthetic_runs.differences import Row, aligned, call, cover, run_of, views
+from support.synthetic_runs.differences import Row, call, cover, judged_rows, run_of, views
 
 LONE = Structure((OneSided("node", "A", "candidate"),))
 
@@ -60,7 +60,7 @@ def steps(*rows: Row) -> dict[str, list[Row]]:
 
 
 def alignment(a: list[Row], b: list[Row]) -> Any:
-    return aligned(views(steps(*a), steps(*b)))
+    return judged_rows(views(steps(*a), steps(*b)))
 
 
 def test_generators_that_differ_where_nothing_shows_it_are_told() -> None:

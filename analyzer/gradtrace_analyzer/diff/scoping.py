@@ -1,0 +1,131 @@
+"""The first stage: what of two runs is compared, and as what, before any row is paired."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import duckdb
+
+from gradtrace_analyzer.diff.divided.by_stage import arrange, scheduled_otherwise
+from gradtrace_analyzer.diff.links import LINK_TABLES, TABLE_NAMES
+from gradtrace_analyzer.diff.names.likely_renames import Naming, settle_names
+from gradtrace_analyzer.diff.names.renames import Rename, new_names
+from gradtrace_analyzer.diff.pairing.run_pair import RunPair
+from gradtrace_analyzer.diff.scope.configuration import apart_in_configuration
+from gradtrace_analyzer.diff.scope.cover import asked_differently, lost_in, problems_of, torn_ends
+from gradtrace_analyzer.diff.scope.question import Question
+from gradtrace_analyzer.diff.scope.selection import Selection
+from gradtrace_analyzer.diff.scope.stages import Stages
+from gradtrace_analyzer.progress import progress
+from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.sql.footers import row_counts, table_counts
+
+TornEnds = Mapping[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is compared: these `ranks`, or, where there are `stages`, the stages of a pipeline in their place.
+
+    `lost` are, by side, the (table, rank) of which rows were lost, `unread` the ranks (or stages) that are left out for
+    it, by table. `torn_ends` are, by side, the ranks (or stages) that did not end their recording, each with the last
+    steps that it reached: what is missing there is no difference. `new_names` are the candidate's names for those of
+    the baseline; `configuration` is what is set otherwise, the most telling first.
+    """
+
+    question: Question
+    runs: Mapping[str, Run]
+    pair: RunPair
+    ranks: tuple[int, ...]
+    naming: Naming
+    lost: Mapping[str, Sequence[tuple[str, int]]]
+    unread: Mapping[str, frozenset[int]]
+    torn_ends: Mapping[str, TornEnds]
+    new_names: Mapping[str, str]
+    configuration: tuple[Mapping[str, Any], ...] = ()
+    stages: Stages | None = None
+
+    @property
+    def asks_alike(self) -> bool:
+        """Whether both sides were asked to record the same: only then does what one side alone has say anything."""
+        return not asked_differently(self.runs)
+
+    @property
+    def counts_unmatched(self) -> bool:
+        """Whether what one side alone has is a difference: both were asked for the same, and no recorder gave up."""
+        return self.asks_alike and not any(map(problems_of, self.runs.values()))
+
+    @property
+    def chosen(self) -> Selection:
+        """What of the ranks that are compared was asked for; of stages, those that were asked for are known."""
+        chosen = self.question.chosen
+        return chosen if self.stages is None else replace(chosen, ranks=None)
+
+    @property
+    def sizes(self) -> set[int | None]:
+        """The world sizes of both sides."""
+        return {run.world_size for run in self.runs.values()}
+
+
+def scope_of(
+    connection: duckdb.DuckDBPyConnection,
+    runs: Mapping[str, Run],
+    question: Question,
+    renames: Sequence[Rename] = (),
+) -> Scope:
+    """What of the views of both sides is compared; these are left with the candidate's names, and arranged by stage
+    where the runs are pipelines that were scheduled otherwise. Raises BadRename."""
+    chosen = question.chosen
+    ranks = sorted(
+        filter(chosen.wants_rank, set(runs["baseline"].ranks) & set(runs["candidate"].ranks))
+    )
+    naming = Naming()
+    if ranks:
+        may_guess = not asked_differently(runs)
+        naming = settle_names(connection, ranks, renames, may_guess=may_guess)
+    with progress("reading how many rows there are"):
+        counts = {side: row_counts(connection, run) for side, run in runs.items()}
+    lost = {side: lost_in(connection, run) for side, run in runs.items()}
+    torn: dict[str, TornEnds] = {
+        side: torn_ends(connection, side, run) for side, run in runs.items()
+    }
+    left_out = [place for places in lost.values() for place in places]
+    sizes = {run.world_size for run in runs.values()}
+    stages: Stages | None = None
+    if scheduled_otherwise(connection, of_one_size=len(sizes) == 1 and None not in sizes):
+        stages = arrange(connection)
+        counts = {side: table_counts(connection, side, TABLE_NAMES) for side in runs}
+        holders = stages.ranks["candidate"]
+        ranks = [stage for stage in stages.common if chosen.wants_rank(holders[stage])]
+        left_out = [
+            (table, stage)
+            for side, places in lost.items()
+            for table, rank in places
+            for stage in stages.of_rank(side, rank)
+        ]
+        torn = {
+            side: {s: steps for rank, steps in ends.items() for s in stages.of_rank(side, rank)}
+            for side, ends in torn.items()
+        }
+    pair = RunPair(
+        runs,
+        counts,
+        are_arranged=stages is not None,
+        are_renamed=bool(naming.renames),
+        has_same_names=naming.is_same and stages is None,
+    )
+    return Scope(
+        question,
+        runs,
+        pair,
+        tuple(ranks),
+        naming,
+        lost,
+        {t.table: frozenset(r for name, r in left_out if name == t.table) for t in LINK_TABLES},
+        torn,
+        new_names(connection) if naming.renames else {},
+        tuple(apart_in_configuration(runs)),
+        stages,
+    )
