@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,10 +77,8 @@ def scope_of(
 ) -> Scope:
     """What of the views of both sides is compared; these are left with the candidate's names, and arranged by stage
     where the runs are pipelines that were scheduled otherwise. Raises BadRename."""
-    chosen = question.chosen
-    ranks = sorted(
-        filter(chosen.wants_rank, set(runs["baseline"].ranks) & set(runs["candidate"].ranks))
-    )
+    both = set(runs["baseline"].ranks) & set(runs["candidate"].ranks)
+    ranks = sorted(filter(question.chosen.wants_rank, both))
     naming = Naming()
     if ranks:
         may_guess = not asked_differently(runs)
@@ -88,44 +86,49 @@ def scope_of(
     with progress("reading how many rows there are"):
         counts = {side: row_counts(connection, run) for side, run in runs.items()}
     lost = {side: lost_in(connection, run) for side, run in runs.items()}
-    torn: dict[str, TornEnds] = {
-        side: torn_ends(connection, side, run) for side, run in runs.items()
-    }
-    left_out = [place for places in lost.values() for place in places]
-    sizes = {run.world_size for run in runs.values()}
-    stages: Stages | None = None
-    if scheduled_otherwise(connection, of_one_size=len(sizes) == 1 and None not in sizes):
-        stages = arrange(connection)
-        counts = {side: table_counts(connection, side, TABLE_NAMES) for side in runs}
-        holders = stages.ranks["candidate"]
-        ranks = [stage for stage in stages.common if chosen.wants_rank(holders[stage])]
-        left_out = [
-            (table, stage)
-            for side, places in lost.items()
-            for table, rank in places
-            for stage in stages.of_rank(side, rank)
-        ]
-        torn = {
-            side: {s: steps for rank, steps in ends.items() for s in stages.of_rank(side, rank)}
-            for side, ends in torn.items()
-        }
-    pair = RunPair(
-        runs,
-        counts,
-        are_arranged=stages is not None,
-        are_renamed=bool(naming.renames),
-        has_same_names=naming.is_same and stages is None,
-    )
-    return Scope(
+    by_rank = Scope(
         question,
         runs,
-        pair,
+        RunPair(runs, counts, are_renamed=bool(naming.renames), has_same_names=naming.is_same),
         tuple(ranks),
         naming,
         lost,
-        {t.table: frozenset(r for name, r in left_out if name == t.table) for t in LINK_TABLES},
-        torn,
+        _by_table(place for places in lost.values() for place in places),
+        {side: torn_ends(connection, side, run) for side, run in runs.items()},
         new_names(connection) if naming.renames else {},
         tuple(apart_in_configuration(runs)),
-        stages,
     )
+    of_one_size = len(by_rank.sizes) == 1 and None not in by_rank.sizes
+    if scheduled_otherwise(connection, of_one_size=of_one_size):
+        return _by_stage(by_rank, arrange(connection), connection)
+    return by_rank
+
+
+def _by_stage(scope: Scope, stages: Stages, connection: duckdb.DuckDBPyConnection) -> Scope:
+    """The same with the stages of a pipeline, as the views are arranged by now, in the place of ranks."""
+    holders = stages.ranks["candidate"]
+    counts = {side: table_counts(connection, side, TABLE_NAMES) for side in scope.runs}
+    return replace(
+        scope,
+        stages=stages,
+        ranks=tuple(s for s in stages.common if scope.question.chosen.wants_rank(holders[s])),
+        pair=replace(scope.pair, counts=counts, are_arranged=True, has_same_names=False),
+        unread=_by_table(
+            (table, stage)
+            for side, places in scope.lost.items()
+            for table, rank in places
+            for stage in stages.of_rank(side, rank)
+        ),
+        torn_ends={
+            side: {s: steps for rank, steps in ends.items() for s in stages.of_rank(side, rank)}
+            for side, ends in scope.torn_ends.items()
+        },
+    )
+
+
+def _by_table(places: Iterable[tuple[str, int]]) -> dict[str, frozenset[int]]:
+    """Of (table, rank) the ranks of each table that is compared."""
+    found: dict[str, set[int]] = {table.table: set() for table in LINK_TABLES}
+    for table, rank in places:
+        found.setdefault(table, set()).add(rank)
+    return {table: frozenset(ranks) for table, ranks in found.items()}
