@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import gradtrace_analyzer.diff.pairing.opening as opening
+import gradtrace_analyzer.diff.pairing.step_index as step_index
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.diff.names.renames import rename_of
 from gradtrace_analyzer.diff.scope.selection import Selection, chosen
@@ -235,7 +235,7 @@ def test_size_of_the_runs_changes_nothing_but_how_much_is_opened(
 ) -> None:
     pair = runs(), runs(fault, **code)
     opened = diff(*pair)
-    monkeypatch.setattr(opening, "MOST_ROWS", 0)
+    monkeypatch.setattr(step_index, "MOST_ROWS", 0)
     sieved = diff(*pair)
     for key in ("verdict", "first_divergence", "origins", "renames", "equal"):
         assert sieved[key] == opened[key], key

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import gradtrace_analyzer.diff.pairing.opening as opening
+import gradtrace_analyzer.diff.pairing.step_index as step_index
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.diff.scope.selection import chosen
 from gradtrace_analyzer.reports.diff.json_object import as_object
@@ -164,7 +164,7 @@ def test_call_without_effect_is_told_however_little_is_opened(
 
     other = job(tmp_path / "b", change=extra)
     opened = diff(good, other)
-    monkeypatch.setattr(opening, "MOST_ROWS", 0)
+    monkeypatch.setattr(step_index, "MOST_ROWS", 0)
     sieved = diff(good, other)
     assert opened["verdict"] == sieved["verdict"] == "within_tolerance"
     assert [(a["kind"], a["name"], a["first_step"]) for a in sieved["set_aside"]] == [

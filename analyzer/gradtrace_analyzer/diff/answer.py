@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from gradtrace_analyzer.diff.code.legal_changes import LossScale, SetAside
 from gradtrace_analyzer.diff.code.structure import OneSided
@@ -17,12 +17,11 @@ from gradtrace_analyzer.diff.origin import NonfiniteOrigin, Origin
 from gradtrace_analyzer.diff.origins.chain_rows import ChainRow
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.tolerances.noise import Noise
+from gradtrace_analyzer.diff.verdict import Verdict
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from gradtrace_analyzer.numerics.tolerance import Rule
 
 _Explanation = TypeVar("_Explanation", bound=Explanation)
-
-Verdict = Literal["identical", "within_tolerance", "different", "incomparable"]
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.code.legal_changes import SetAside
 from gradtrace_analyzer.diff.code.structure import Structure
+from gradtrace_analyzer.diff.judged_rows import JudgedRows
 from gradtrace_analyzer.diff.note import FirstOfAttempt, GeneratorsApart, JoinedAttempts, Note
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.scope.cover import Cover
@@ -54,7 +54,7 @@ def counted_only(structure: Structure, aside: Sequence[SetAside], count: int) ->
     ]
 
 
-def partly_followed(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
+def partly_followed(alignment: JudgedRows, origins: Sequence[Origin]) -> list[str]:
     """That a step holds more differences than were followed, so that what an origin hands on is counted too low."""
     count = alignment.left_out(origins[0].step) if origins else 0
     if not count:
@@ -64,7 +64,7 @@ def partly_followed(alignment: Alignment, origins: Sequence[Origin]) -> list[str
     ]
 
 
-def abandoned(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
+def abandoned(alignment: JudgedRows, origins: Sequence[Origin]) -> list[str]:
     """That one side gave up a forward where the other went on, for what it alone has."""
     for origin in origins:
         if origin.link != "structure":
@@ -79,7 +79,7 @@ def abandoned(alignment: Alignment, origins: Sequence[Origin]) -> list[str]:
     return []
 
 
-def rng_notes(alignment: Alignment, steps: Sequence[int]) -> list[Note]:
+def rng_notes(alignment: JudgedRows, steps: Sequence[int]) -> list[Note]:
     """That generators differ, and in which steps, where no difference shows it."""
     apart = {step: ranks for step in steps if (ranks := alignment.rng_differs(step))}
     if not apart:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.diff.answer import Answer, Verdict
+from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.code.structure import OneSided
 from gradtrace_analyzer.diff.gate import Gate, GateFailure, exit_status, gate_failures
 from gradtrace_analyzer.diff.origin import ClipOrigin, FailureOrigin, RngOrigin
+from gradtrace_analyzer.diff.verdict import Verdict
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from support.synthetic_runs.differences import call, changed, cover, gradient
 

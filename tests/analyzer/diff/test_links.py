@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS, LOCAL_LINKS, link_of
+from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS, LOCAL_LINKS, Of, link_of
 from gradtrace_schemas import TABLES
 from support.synthetic_runs.differences import Row, views
 
@@ -33,7 +33,15 @@ def test_every_column_that_a_link_table_names_is_in_the_catalogue() -> None:
     for table in LINK_TABLES:
         known = {column.name for column in TABLES[table.table].columns}
         named = {*table.key, *table.values, *(f"{prefix}norm" for _, prefix in table.sides)}
+        named |= {part.column for part in table.whereabouts if isinstance(part, Of)}
+        named |= set() if table.kind is None else {table.kind}
         assert named <= known, table.table
+
+
+def test_row_of_a_table_stands_for_one_link_or_for_that_of_its_point() -> None:
+    for table in LINK_TABLES:
+        assert (table.link is None) == ("point" in table.key) == bool(table.points), table.table
+        assert {table.link_at(point) for point in table.each_point} <= set(LINKS)
 
 
 def test_action_of_another_kind_or_under_way_is_not_compared() -> None:

@@ -19,7 +19,7 @@ from gradtrace_analyzer.diff.notes import (
 from gradtrace_analyzer.diff.origin import ForwardOrigin, LoneRowOrigin, Origin
 from gradtrace_analyzer.reports.diff.notes import note_sentence
 from gradtrace_analyzer.reports.diff.wording import Wording
-from support.synthetic_runs.differences import Row, aligned, call, run_of, views
+from support.synthetic_runs.differences import Row, call, judged_rows, run_of, views
 
 LONE = Structure((OneSided("node", "A", "candidate"),))
 
@@ -59,7 +59,7 @@ def steps(*rows: Row) -> dict[str, list[Row]]:
 
 
 def alignment(a: list[Row], b: list[Row]) -> Any:
-    return aligned(views(steps(*a), steps(*b)))
+    return judged_rows(views(steps(*a), steps(*b)))
 
 
 def test_generators_that_differ_where_nothing_shows_it_are_told() -> None:

@@ -14,15 +14,20 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.difference import Change, Difference
 from gradtrace_analyzer.diff.explanations.explanation import Context
+from gradtrace_analyzer.diff.judged_rows import JudgedRows
+from gradtrace_analyzer.diff.judging import judged
 from gradtrace_analyzer.diff.links import LINK_TABLES, TABLE_NAMES
+from gradtrace_analyzer.diff.names.likely_renames import Naming
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.origins.step_reader import StepReader
-from gradtrace_analyzer.diff.pairing.opening import RunPair
 from gradtrace_analyzer.diff.pairing.pairs import differing, opened, opened_places, seen
+from gradtrace_analyzer.diff.pairing.run_pair import RunPair
 from gradtrace_analyzer.diff.scope.cover import Cover
+from gradtrace_analyzer.diff.scope.question import Question
+from gradtrace_analyzer.diff.scope.selection import Selection
+from gradtrace_analyzer.diff.scoping import Scope
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.runs.last_seen import Doing, RankPlace
 from gradtrace_analyzer.runs.run import RankInfo, Run
@@ -293,18 +298,35 @@ def _empty_differences() -> str:
     return "; ".join(made)
 
 
-def aligned(
+def three_calls(
+    n: int, errors: dict[tuple[int, str], float], steps: range = range(3), **more: list[Row]
+) -> Rows:
+    """A call of three modules in each step; those named in `errors` (by step) give something else in the candidate."""
+    calls = [
+        {"step": s, "root": 0, "module_fqn": name, "module_class": "Linear", "phase": "forward", "call_index": 0,
+         **sides(0.0, "input_")[n], **sides(errors.get((s, name), 0.0), "output_")[n]}
+        for s in steps
+        for name in "abc"
+    ]  # fmt: skip
+    return {"module_calls": calls, **more}
+
+
+def judged_rows(
     connection: duckdb.DuckDBPyConnection,
     ranks: Sequence[int] = (0,),
     *,
     runs: Mapping[str, Run] | None = None,
-    **options: Any,
-) -> Alignment:
-    """The pairs of the rows in these views, judged by the rule; `options` are those of `Alignment`."""
+    chosen: Selection | None = None,
+    unread: Mapping[str, Collection[int]] | None = None,
+) -> JudgedRows:
+    """The rows of these views, paired and judged by the rule. Of `unread`, by table, ranks are left out."""
     both = runs or {side: run_of(ranks, name=side) for side in SIDES}
     counts = {side: table_counts(connection, side, TABLE_NAMES) for side in SIDES}
-    judgement = Judgement(connection, both)
-    return Alignment(connection, RunPair(both, counts), ranks, judgement=judgement, **options)
+    left_out = {name: frozenset(own) for name, own in (unread or {}).items()}
+    scope = Scope(
+        Question(chosen or Selection()), both, RunPair(both, counts), tuple(ranks), Naming(), {}, left_out, {}, {}
+    )  # fmt: skip
+    return JudgedRows(connection, judged(connection, scope, Judgement(connection, both)))
 
 
 def cover(**more: Any) -> Cover:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.difference import Difference
+from gradtrace_analyzer.diff.judged_rows import JudgedRows
 from gradtrace_analyzer.diff.links import LOCAL_LINKS
 from gradtrace_analyzer.diff.origin import (
     BucketInputOrigin,
@@ -33,7 +33,7 @@ class StepSearch:
 
     def __init__(
         self,
-        alignment: Alignment,
+        alignment: JudgedRows,
         here: StepReader,
         failures: Sequence[OneSidedFailure],
         steps: Sequence[int],

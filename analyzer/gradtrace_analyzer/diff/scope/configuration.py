@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradtrace_analyzer.runs.run import Run
@@ -38,7 +38,7 @@ def apart_in_configuration(runs: Mapping[str, Run]) -> list[dict[str, Any]]:
     return found + _observers(runs) + _commits(runs) + _commands(runs)
 
 
-def changes_numbers(configuration: list[dict[str, Any]]) -> bool:
+def changes_numbers(configuration: Sequence[Mapping[str, Any]]) -> bool:
     """Whether any entry says that the sides may round otherwise: then one changed bit proves nothing."""
     return any(entry["changes_numbers"] for entry in configuration)
 

@@ -152,19 +152,11 @@ def cover_of(
     of each table were held against each other, `unread` the (table, rank) of each side of which rows were lost.
     """
     wanted = chosen or Selection()
-    everywhere = {r for run in runs.values() for r in (*run.ranks, *run.missing_ranks)}
-    if _common_rank_filter(runs):
-        everywhere = {r for run in runs.values() for r in run.ranks}
-    everywhere = {rank for rank in everywhere if wanted.wants_rank(rank)}
-    missing = {side: tuple(sorted(everywhere - set(run.ranks))) for side, run in runs.items()}
-    if stages is not None:
-        # Only what its own side lacks: the other may have more ranks for the same stages.
-        missing = {side: run.missing_ranks for side, run in runs.items()}
     return Cover(
         ranks=tuple(ranks),
         steps={rank: tuple(of_rank) for rank, of_rank in steps["both"].items()},
         rows=rows,
-        missing_ranks=missing,
+        missing_ranks=_missing_ranks(runs, wanted, stages),
         missing_steps={
             side: {rank: tuple(own) for rank, own in steps[other_side(side)].items()}
             for side in runs
@@ -190,18 +182,35 @@ def cover_of(
         world_size=max((run.world_size or 1 for run in runs.values()), default=1),
         selection=wanted,
         alignment=alignment,
-        has_fingerprints=all(setting(run, "summary") in ("full", None) for run in runs.values())
-        and (recorded is None or recorded.bit_for_bit()),
+        has_fingerprints=_have_fingerprints(runs, recorded),
         crashes={
             side: tuple(one for one in of_side if wanted.wants_rank(one.rank))
             for side, of_side in (crashed or {}).items()
         },
-        without_values=tuple(
-            table
-            for table in (recorded.without_values() if recorded is not None else ())
-            if rows.get(table)
-        ),
+        without_values=()
+        if recorded is None
+        else tuple(filter(rows.get, recorded.without_values())),
     )
+
+
+def _missing_ranks(
+    runs: Mapping[str, Run], wanted: Selection, stages: Stages | None
+) -> dict[str, tuple[int, ...]]:
+    """The ranks that were asked for and that each side lacks."""
+    if stages is not None:
+        # Only what its own side lacks: the other may have more ranks for the same stages.
+        return {side: run.missing_ranks for side, run in runs.items()}
+    everywhere = {rank for run in runs.values() for rank in run.ranks}
+    if not _common_rank_filter(runs):
+        everywhere |= {rank for run in runs.values() for rank in run.missing_ranks}
+    asked = set(filter(wanted.wants_rank, everywhere))
+    return {side: tuple(sorted(asked - set(run.ranks))) for side, run in runs.items()}
+
+
+def _have_fingerprints(runs: Mapping[str, Run], recorded: Recorded | None) -> bool:
+    """Whether what agrees does so bit for bit."""
+    are_full = all(setting(run, "summary") in ("full", None) for run in runs.values())
+    return are_full and (recorded is None or recorded.bit_for_bit())
 
 
 def held(numbers: Sequence[int] | Mapping[int, Any], what: str = "rank") -> str:

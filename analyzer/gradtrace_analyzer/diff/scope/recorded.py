@@ -12,7 +12,7 @@ from typing import Any
 
 import duckdb
 
-from gradtrace_analyzer.diff.links import LINK_TABLES, link_of
+from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.sql.views import text_literal
 from gradtrace_analyzer.words.nouns import SIDES
 
@@ -82,12 +82,12 @@ class Recorded:
     def links(self, step: int, ranks: Collection[int] | None = None) -> set[str]:
         """The links of a step's chain of which both sides hold rows with values, on each of the ranks."""
         return {
-            link_of(table.table, point)
+            table.link_at(point)
             for table in LINK_TABLES
             # How an optimizer is set is no value of the step: `both_set` tells of it.
-            if table.table != "optimizer_groups"
-            for point in POINTS.get(table.table, (None,))
-            if self.both(_of_link(table.table, point, step, ranks))
+            if table.sides or table.holds is not None
+            for point in table.each_point
+            if self.both(_of_link(table, point, step, ranks))
         }
 
     def bit_for_bit(self) -> bool:
@@ -121,27 +121,11 @@ class Recorded:
         return self._connection.execute(query).fetchone() is not None
 
 
-# The points of those tables whose rows stand for a link each.
-POINTS: Mapping[str, tuple[str, ...]] = {
-    "parameters": ("before", "after"),
-    "gradients": ("carried", "local", "reduced", "final"),
-}
-
-
-def _of_link(table: str, point: str | None, step: int, ranks: Collection[int] | None) -> Rows:
+def _of_link(table: LinkTable, point: str | None, step: int, ranks: Collection[int] | None) -> Rows:
     """The rows of a link that hold something to compare."""
-    if point is not None:
-        return Rows(table, step, ranks, "", {"point": point})
-    if table == "backward_passes":
-        return Rows(table, step, ranks, among="loss IS NOT NULL")
-    prefixes = {
-        "inputs": "",
-        "module_calls": "output_",
-        "node_events": "grad_input_",
-        "buckets": "after_",
-        "stage_events": "sent_",
-    }
-    return Rows(table, step, ranks, prefixes[table])
+    among = "true" if table.holds is None else table.holds
+    equal = {} if point is None else {"point": point}
+    return Rows(table.table, step, ranks, table.writes, equal, among)
 
 
 def _query(side: str, rows: Rows, what: str) -> tuple[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from gradtrace_analyzer.diff.links import LINKS, LinkTable, link_of
+from gradtrace_analyzer.diff.links import LINKS, LinkTable
 from gradtrace_analyzer.errors import GradtraceError
 from gradtrace_analyzer.sql.views import text_literal
 from gradtrace_analyzer.words.numbers import StepWords, noun, ranks_phrase, step_phrase
@@ -15,7 +15,6 @@ from gradtrace_analyzer.words.numbers import StepWords, noun, ranks_phrase, step
 # Links that have rows of their own: the others are told from these.
 CHOOSABLE = tuple(link for link in LINKS if link not in ("configuration", "rng", "structure"))
 
-_POINTS = {"parameters": ("before", "after"), "gradients": ("carried", "local", "reduced", "final")}
 _RANKS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -90,18 +89,15 @@ class Selection:
         return " AND ".join(terms) or "true"
 
     def _links(self, table: LinkTable, prefix: str) -> str:
-        if table.table not in _POINTS:
-            return "true" if link_of(table.table, None) in self.links else "false"
-        points = [p for p in _POINTS[table.table] if link_of(table.table, p) in self.links]
+        if table.link is not None:
+            return "true" if table.link in self.links else "false"
+        points = [point for point, link in table.points.items() if link in self.links]
         return f"{prefix}point IN ({', '.join(map(text_literal, points))})" if points else "false"
 
     def _modules(self, table: LinkTable, prefix: str) -> str:
-        if table.table in _POINTS:
-            module = f"owner_of({prefix}parameter_fqn)"
-        elif table.table in ("module_calls", "node_events"):
-            module = f"{prefix}module_fqn"
-        else:
+        if table.module is None:
             return "false"
+        module = table.module.format(prefix)
         either = (
             f"{module} GLOB {text_literal(pattern)} OR {module} GLOB {text_literal(pattern + '.*')}"
             for pattern in self.modules

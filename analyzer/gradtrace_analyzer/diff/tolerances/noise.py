@@ -16,7 +16,9 @@ import duckdb
 from gradtrace_analyzer.diff.code.legal_changes import divide_out_loss_scales
 from gradtrace_analyzer.diff.divided.by_stage import arrange
 from gradtrace_analyzer.diff.links import LINK_TABLES, TABLE_NAMES, LinkTable
-from gradtrace_analyzer.diff.pairing.opening import RunPair, StepOpener
+from gradtrace_analyzer.diff.pairing.opening import open_again, open_steps
+from gradtrace_analyzer.diff.pairing.run_pair import RunPair
+from gradtrace_analyzer.diff.pairing.step_index import StepIndex, step_index
 from gradtrace_analyzer.errors import NoRepeat
 from gradtrace_analyzer.numerics.tolerance import DECISIVE
 from gradtrace_analyzer.runs.run import Run
@@ -71,17 +73,17 @@ class RepeatRuns:
         self.new_names: Mapping[str, str] = {}
         self._baseline, self._repeats = baseline, repeats
         self._names = tuple(run.name for run in repeats)
-        self._opened: list[tuple[duckdb.DuckDBPyConnection, StepOpener]] | None = None
+        self._opened: list[tuple[duckdb.DuckDBPyConnection, StepIndex]] | None = None
 
     @property
-    def _pairs(self) -> list[tuple[duckdb.DuckDBPyConnection, StepOpener]]:
+    def _pairs(self) -> list[tuple[duckdb.DuckDBPyConnection, StepIndex]]:
         if self._opened is None:
             self._opened = []
             for repeat in self._repeats:
                 self._opened.append(self._pair(repeat))
         return self._opened
 
-    def _pair(self, repeat: Run) -> tuple[duckdb.DuckDBPyConnection, StepOpener]:
+    def _pair(self, repeat: Run) -> tuple[duckdb.DuckDBPyConnection, StepIndex]:
         runs = {"baseline": self._baseline, "candidate": repeat}
         ranks = sorted(set(self._baseline.ranks) & set(repeat.ranks))
         pair = connect_pair(self._baseline, repeat)
@@ -96,18 +98,20 @@ class RepeatRuns:
                     "INSERT INTO renamed_name VALUES (?, ?)", list(self.new_names.items())
                 )
             reading = RunPair(runs, counts, are_arranged=self.is_arranged)
-            unread = {table.table: "" for table in LINK_TABLES}
-            opening = StepOpener(pair, reading, ranks, unread, lambda _: None)
+            index = step_index(pair, reading, ranks)
+            if index.fits:
+                open_steps(pair, index, index.suspects)
             if not _shares_values(pair):
                 raise NoRepeat(
                     f"--noise {repeat.name} is no repeat of the baseline: hardly a value in it is of the same step, "
                     "rank and parameter or module, and of the same size"
                 )
-            divide_out_loss_scales(pair)
+            if index.fits:
+                divide_out_loss_scales(pair)
         except BaseException:
             pair.close()
             raise
-        return pair, opening
+        return pair, index
 
     def close(self) -> None:
         """Close the connections to the repeats, where any was opened."""
@@ -127,9 +131,9 @@ class RepeatRuns:
                 "error DOUBLE)"
             )
         places = connection.execute("SELECT rank, step FROM opened").fetchall()
-        for pair, opening in self._pairs:
-            if opening.tallies:
-                opening.reopen(places)
+        for pair, index in self._pairs:
+            if not index.fits:
+                open_again(pair, index, places)
                 divide_out_loss_scales(pair)
             for table in LINK_TABLES:
                 if table.table not in _PLACES:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradtrace_analyzer.diff.align import Alignment
 from gradtrace_analyzer.diff.origin import CodeOrigin, ForwardOrigin, NodeOrigin, Origin
 from gradtrace_analyzer.diff.origins.search import StepSearch
 from gradtrace_analyzer.diff.origins.step_reader import StepReader
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from support.synthetic_runs.builder import summary_columns
-from support.synthetic_runs.differences import Row, aligned, cover, views
+from support.synthetic_runs.differences import Row, cover, judged_rows, views
 
 Values = dict[str, float]
 MODULES = ("left", "right")
@@ -63,9 +62,9 @@ def search(
     failures: tuple[OneSidedFailure, ...] = (),
 ) -> StepSearch:
     connection = views(baseline, candidate)
-    alignment: Alignment = aligned(connection, ranks)
+    rows = judged_rows(connection, ranks)
     here = StepReader(connection, cover(ranks=ranks), 0)
-    return StepSearch(alignment, here, failures, [0], exceeding=False)
+    return StepSearch(rows, here, failures, [0], exceeding=False)
 
 
 def nodes(origins: list[Origin]) -> list[NodeOrigin]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from gradtrace_analyzer.diff.align import Alignment
+from gradtrace_analyzer.diff.judging import judged
 from gradtrace_analyzer.diff.links import LINK_TABLES
-from gradtrace_analyzer.diff.pairing.opening import RunPair
 from gradtrace_analyzer.diff.pairing.sieve import sieved
+from gradtrace_analyzer.diff.scope.question import Question
+from gradtrace_analyzer.diff.scoping import scope_of
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.runs.opening import open_run
-from gradtrace_analyzer.sql.footers import row_counts
 from gradtrace_analyzer.sql.views import connect_pair
 from support.synthetic_runs.layer_chain import layered_run
 
@@ -60,9 +60,8 @@ def exceeding(a: Path, b: Path, scale: float) -> tuple[set[Place], set[Place]]:
     runs = {"baseline": open_run(a), "candidate": open_run(b)}
     with contextlib.closing(connect_pair(runs["baseline"], runs["candidate"])) as connection:
         judgement = Judgement(connection, runs, scale=scale)
-        counts = {side: row_counts(connection, run) for side, run in runs.items()}
-        reading = RunPair(runs, counts)
-        Alignment(connection, reading, [0], judgement=judgement)
+        scope = scope_of(connection, runs, Question(scale=scale))
+        judged(connection, scope, judgement)
         found: set[Place] = set()
         for table in LINK_TABLES:
             if table.sides:
@@ -76,8 +75,8 @@ def exceeding(a: Path, b: Path, scale: float) -> tuple[set[Place], set[Place]]:
                 }
         parts = {
             table.table: (
-                reading.parts("baseline", table.table, 0),
-                reading.parts("candidate", table.table, 0),
+                scope.pair.parts("baseline", table.table, 0),
+                scope.pair.parts("candidate", table.table, 0),
             )
             for table in LINK_TABLES
         }

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-import gradtrace_analyzer.diff.align as align
+import gradtrace_analyzer.diff.judged_rows as judged_rows
 import gradtrace_analyzer.diff.pairing.opening as opening
 import gradtrace_analyzer.diff.pairing.pairs as pairing
+import gradtrace_analyzer.diff.pairing.step_index as step_index
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.reports.diff.json_object import as_object
 from gradtrace_analyzer.reports.tables import json_text
@@ -49,7 +50,7 @@ def test_sieve_changes_no_answer(
     """Its judgement must be that of the SQL that pairs row by row."""
     candidate = changed(folder, baseline, change)
     opened = answer(baseline, candidate)
-    monkeypatch.setattr(opening, "MOST_ROWS", 0)
+    monkeypatch.setattr(step_index, "MOST_ROWS", 0)
     sieved = answer(baseline, candidate)
     for seen, known in zip(sieved["spread"], opened["spread"], strict=True):
         if seen["beyond_tolerance"] is None:  # the step was not opened
@@ -79,7 +80,7 @@ def test_order_of_rows_within_a_step_changes_no_answer(
         moved = rows.take(pa.array(order)).cast(TABLES["node_events"].arrow_schema)
         write_part(part, TABLES["node_events"], moved, 1)
     opened = answer(baseline, turned)
-    monkeypatch.setattr(opening, "MOST_ROWS", 0)
+    monkeypatch.setattr(step_index, "MOST_ROWS", 0)
     assert answer(baseline, turned) == opened
     assert opened["first_divergence"]["step"] == SIZES.steps // 2
 
@@ -90,7 +91,7 @@ def test_more_differences_than_are_followed_are_told(
     candidate = changed(folder, baseline, "noise")
     said = "more rows differ in that step than were followed"
     whole = answer(baseline, candidate, exact=True)
-    monkeypatch.setattr(align, "MOST_DIFFERENCES", 1)
+    monkeypatch.setattr(judged_rows, "MOST_DIFFERENCES", 1)
     partial = answer(baseline, candidate, exact=True)
     assert said in partial["explanation"] and said not in whole["explanation"]
     assert partial["first_divergence"]["node_name"] == whole["first_divergence"]["node_name"]

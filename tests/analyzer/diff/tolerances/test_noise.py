@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import gradtrace_analyzer.diff.pairing.opening as opening
+import gradtrace_analyzer.diff.pairing.step_index as step_index
 from gradtrace_analyzer.diff.compare import compare
 from gradtrace_analyzer.errors import NoRepeat
 from gradtrace_analyzer.reports.diff.json_object import as_object
@@ -126,9 +126,9 @@ def test_repeat_of_any_size_gives_the_same_answer(
     bug = build_large(folder / "large-bug", sizes, "bug", like=a)
     for b, verdict in ((repeat, "within_tolerance"), (bug, "different")):
         answers = []
-        for most in (opening.MOST_ROWS, 0):
+        for most in (step_index.MOST_ROWS, 0):
             with monkeypatch.context() as patched:
-                patched.setattr(opening, "MOST_ROWS", most)
+                patched.setattr(step_index, "MOST_ROWS", most)
                 found = as_object(compare(open_run(a), open_run(b), repeats=[open_run(repeat)]))
                 answers.append((found["verdict"], found["first_divergence"]))
         assert answers[0] == answers[1] and answers[0][0] == verdict
