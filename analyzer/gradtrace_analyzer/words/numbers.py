@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 # How a step is said in a sentence: `step 3`, or with its number on another side.
 StepWords = Callable[[int], str]
+StepsWords = Callable[[Iterable[int]], str]
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -17,7 +17,15 @@ from gradtrace_analyzer.failures.crashes import Crash, crashes_sentence
 from gradtrace_analyzer.runs.run import Run
 from gradtrace_analyzer.sql.footers import Counts, attempt_counts
 from gradtrace_analyzer.words.nouns import other_side
-from gradtrace_analyzer.words.numbers import noun, ranks_phrase, spans
+from gradtrace_analyzer.words.numbers import (
+    StepsWords,
+    StepWords,
+    noun,
+    ranks_phrase,
+    spans,
+    step_phrase,
+    steps_phrase,
+)
 
 
 @dataclass(frozen=True)
@@ -102,8 +110,9 @@ class Cover:
         )
 
 
-def lacking_words(cover: Cover) -> str:
-    """What the cover lacks, as the reason of an answer that cannot be given; to be asked of one that is not whole."""
+def lacking_words(cover: Cover, steps_words: StepsWords = steps_phrase) -> str:
+    """What the cover lacks, as the reason of an answer that cannot be given; to be asked of one that is not whole.
+    `steps_words` say steps."""
     lacking = [
         f"the {side} lacks {ranks_phrase(missing)}"
         for side, missing in cover.missing_ranks.items()
@@ -119,17 +128,17 @@ def lacking_words(cover: Cover) -> str:
         if problems
     ]
     lacking += [
-        f"the {side} lacks {held(steps, 'step')} of rank {rank}"
+        f"the {side} lacks {steps_words(steps)} of rank {rank}"
         for side, by_rank in cover.missing_steps.items()
         for rank, steps in by_rank.items()
     ]
     return f"{' and '.join(lacking)}, of which nothing can be said"
 
 
-def crash_words(cover: Cover, side: str) -> str:
-    """That one side alone crashed, as the reason of an answer that cannot be given."""
+def crash_words(cover: Cover, side: str, step_words: StepWords = step_phrase) -> str:
+    """That one side alone crashed, as the reason of an answer that cannot be given. `step_words` say a step."""
     return (
-        f"the {side} crashed ({crashes_sentence(cover.crashes[side])}) and the {other_side(side)} did not, "
+        f"the {side} crashed ({crashes_sentence(cover.crashes[side], step_words)}) and the {other_side(side)} did not, "
         "so what would have come after cannot be compared"
     )
 

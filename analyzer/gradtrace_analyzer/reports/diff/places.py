@@ -15,6 +15,8 @@ from gradtrace_analyzer.diff.origin import (
     ForwardOrigin,
     FrozenOrigin,
     GradientsOrigin,
+    InputsOrigin,
+    LossOrigin,
     OptimizerSettingsOrigin,
     Origin,
     RngOrigin,
@@ -148,6 +150,16 @@ def _place_of_failure(origin: FailureOrigin) -> str:
 @place_of.register
 def _place_of_gradients(origin: GradientsOrigin) -> str:
     return node_phrase(origin)
+
+
+@place_of.register
+def _place_of_input(origin: InputsOrigin) -> str:
+    return f"the input {origin.difference.key['name']!r}"
+
+
+@place_of.register
+def _place_of_loss(_: LossOrigin) -> str:
+    return "the loss"
 
 
 @place_of.register(CallInputOrigin)

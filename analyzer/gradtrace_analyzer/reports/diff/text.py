@@ -9,6 +9,7 @@ from typing import Any
 from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.difference import LENGTHS, Change
 from gradtrace_analyzer.diff.origin import CodeOrigin, FailureOrigin, NodeOrigin, Origin
+from gradtrace_analyzer.diff.scope.cover import crash_words, lacking_words
 from gradtrace_analyzer.diff.tolerances.noise import SCATTER
 from gradtrace_analyzer.numerics.tolerance import STANDARD_ERROR
 from gradtrace_analyzer.reports.diff.cover import (
@@ -83,10 +84,20 @@ def _explanation(answer: Answer, say: Wording) -> Iterator[str]:
 
 def _incomparable(answer: Answer, say: Wording) -> Iterator[str]:
     cover = answer.cover
-    yield f"Cannot tell: {answer.reason}."
+    yield f"Cannot tell: {_reason(answer, say)}."
     agrees = cover.steps and any(cover.rows.values()) and not answer.origins
     if agrees and (cover.raised or not cover.is_whole):
         yield f"What can be compared is identical ({extent(cover, say.steps)})."
+
+
+def _reason(answer: Answer, say: Wording) -> str:
+    """Why nothing can be said; of what the cover tells, with the steps as both sides number them."""
+    cover = answer.cover
+    if not cover.is_whole and answer.reason == lacking_words(cover):
+        return lacking_words(cover, say.steps.many)
+    if len(cover.raised) == 1 and answer.reason == crash_words(cover, cover.raised[0]):
+        return crash_words(cover, cover.raised[0], say.steps.one)
+    return answer.reason
 
 
 def _identical(answer: Answer, say: Wording) -> Iterator[str]:
