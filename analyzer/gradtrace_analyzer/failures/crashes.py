@@ -39,10 +39,9 @@ class Crash:
 
     def told(self, step_words: StepWords, count: int = 1) -> str:
         """`was ended by ValueError: boom, in step 3`, or `were` of several; `step_words` say the step."""
-        be = "was " if self.how.startswith("was ") and count == 1 else "were "
         said = self._ended(step_words)
-        if self.how.startswith("was "):
-            said = f"{be}{said.removeprefix('was ')}"
+        if count > 1 and said.startswith("was "):
+            said = f"were {said.removeprefix('was ')}"
         tells_step = self.place is not None and self.place.step is not None
         when = "" if self.step is None or tells_step else f", in {step_words(self.step)}"
         return f"{said}{when}"

@@ -367,4 +367,5 @@ def _limited(said: Sequence[str], most: int, what: str) -> Iterator[str]:
 def _other(origin: Origin) -> str:
     """One more origin: its place and size, and whom it reached."""
     said = f"{ranks_phrase(origin.ranks)}: {place_of(origin)} {size_of(origin)}"
-    return ". ".join((said, " ".join(reached_sentences(origin, Steps())))).removesuffix(". ")
+    reached = " ".join(reached_sentences(origin, Steps()))
+    return f"{said}. {reached}" if reached else said
