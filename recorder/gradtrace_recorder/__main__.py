@@ -37,7 +37,7 @@ def _self_test(*, as_json: bool) -> int:
 
     import torch
 
-    from gradtrace_recorder.privates import TESTED_TORCH, self_test
+    from gradtrace_recorder.torch_internals.privates import TESTED_TORCH, self_test
 
     findings = self_test()
     failed = [finding for finding in findings if not finding.ok]

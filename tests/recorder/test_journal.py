@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradtrace_recorder.journal import NOWHERE, JournalWriter
+from gradtrace_recorder.journal.writer import NOWHERE, JournalWriter
 from gradtrace_recorder.observers.native.build import CACHE_VARIABLE, library
 from gradtrace_recorder.observers.native.choice import Native, journal_of
 from gradtrace_schemas import TABLES

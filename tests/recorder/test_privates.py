@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradtrace_recorder import privates
-from gradtrace_recorder.privates import (
+from gradtrace_recorder.torch_internals import privates
+from gradtrace_recorder.torch_internals.privates import (
     BACKWARD,
     MODULES,
     OPTIMIZER,
@@ -31,7 +31,7 @@ from gradtrace_recorder.privates import (
 from support.recordings.in_process import rank_of, rows
 
 Case = dict[str, str | None]
-RECORDER = Path(privates.__file__).parent
+RECORDER = Path(privates.__file__).parents[1]
 
 # Of each name: a process, forked once torch is imported, in which it is taken from torch, or does something else.
 # {name: null} is taken away, {name: text} is what it becomes. What trains no more without it is not recorded.

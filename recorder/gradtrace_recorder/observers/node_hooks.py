@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradtrace_recorder.attribution import Frame
-from gradtrace_recorder.dynamo import never_compiled
-from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.observers.replay import NOT_REPLAYED, NodeReplay, Verdict
-from gradtrace_recorder.privates import found
-from gradtrace_recorder.rows import NODE_EVENTS
+from gradtrace_recorder.recording.rows import NODE_EVENTS
+from gradtrace_recorder.state.attribution import Frame
+from gradtrace_recorder.state.naming import ParameterName
 from gradtrace_recorder.summaries.device.times import Moment
 from gradtrace_recorder.summaries.handed_on import Gradients, handed_on, memory_address
 from gradtrace_recorder.summaries.summariser import Summariser, shape_fields, unasked
 from gradtrace_recorder.summaries.values import FINGERPRINT, NOTHING, STATE, Packed, as_bytes
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.privates import found
 from gradtrace_schemas.journal import KINDS, NULL_BOOL, NULL_INT32, NULL_INT64, NULL_STRING
 from gradtrace_schemas.summary import STATE_PENDING
 

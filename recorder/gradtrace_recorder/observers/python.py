@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from gradtrace_recorder.attribution import Frame
-from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.naming import ParameterName
-from gradtrace_recorder.observers.leaf_tables import hook_first, take_off
 from gradtrace_recorder.observers.node_hooks import NO_MODULE, NO_SEQUENCE_NUMBER, NodeHooks
-from gradtrace_recorder.observers.release import release_in_pieces, release_waiting
 from gradtrace_recorder.observers.replay import NOT_REPLAYED, NodeReplay
-from gradtrace_recorder.privates import found
-from gradtrace_recorder.recording import Recording
+from gradtrace_recorder.recording.recording import Recording
+from gradtrace_recorder.state.attribution import Frame
+from gradtrace_recorder.state.naming import ParameterName
 from gradtrace_recorder.summaries.summariser import is_functorch_wrapped
 from gradtrace_recorder.summaries.values import NOTHING
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.leaf_tables import hook_first, take_off
+from gradtrace_recorder.torch_internals.privates import found
+from gradtrace_recorder.torch_internals.release import release_in_pieces, release_waiting
 from gradtrace_schemas.journal import NULL_BOOL, NULL_INT32, NULL_STRING
 
 # event_index, node_name, root, module_fqn and call_index of the Node in which a pass failed, if it was in one.

@@ -21,9 +21,7 @@ from typing import Any
 
 import torch
 
-from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import is_of_a_signal_handler
-from gradtrace_recorder.privates import found
 from gradtrace_recorder.summaries.handed_on import Gradients
 from gradtrace_recorder.summaries.summariser import (
     enable_record_function,
@@ -32,6 +30,8 @@ from gradtrace_recorder.summaries.summariser import (
     profiler_enabled,
     unseen,
 )
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.privates import found
 from gradtrace_schemas.journal import NULL_BOOL, NULL_FLOAT
 
 # Whether both runs agree, and how far they are apart, as a record holds them.

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gradtrace_recorder.attribution import Frame
-from gradtrace_recorder.dynamo import never_compiled
-from gradtrace_recorder.journal import NOWHERE
-from gradtrace_recorder.naming import ModuleName, unwrapped
-from gradtrace_recorder.standing import TOLD
+from gradtrace_recorder.journal.writer import NOWHERE
+from gradtrace_recorder.state.attribution import Frame
+from gradtrace_recorder.state.naming import ModuleName, unwrapped
 from gradtrace_recorder.summaries.values import Packed
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.standing import TOLD
 
 if TYPE_CHECKING:
     from gradtrace_recorder.sources.modules import ModuleSource

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.recording import Gate, Recording
-from gradtrace_recorder.relays import RELAYS, Relay, hook_name
+from gradtrace_recorder.recording.recording import Gate, Recording
+from gradtrace_recorder.recording.snapshots import inside_backward, record_gradients
 from gradtrace_recorder.sources.ddp_modules import (
     KnownDdp,
     OpenBucket,
@@ -21,8 +21,8 @@ from gradtrace_recorder.sources.ddp_modules import (
     why_unobserved,
 )
 from gradtrace_recorder.sources.groups import collective_seq, write_reducing_module
-from gradtrace_recorder.sources.state import inside_backward, record_gradients
 from gradtrace_recorder.summaries.device.backends import is_on_device
+from gradtrace_recorder.torch_internals.relays import RELAYS, Relay, hook_name
 
 P = ParamSpec("P")
 

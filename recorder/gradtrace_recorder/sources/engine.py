@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from gradtrace_recorder.dynamo import never_compiled, traces_a_graph
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
+from gradtrace_recorder.journal.writer import INSIDE, NOWHERE, Place
 from gradtrace_recorder.observers.native.observer import NativeObserver
 from gradtrace_recorder.observers.python import (
     Culprit,
@@ -24,21 +23,22 @@ from gradtrace_recorder.observers.python import (
     nodes_numbered,
 )
 from gradtrace_recorder.observers.replay import RUNNING
-from gradtrace_recorder.privates import found
-from gradtrace_recorder.recording import Gate, Recording
-from gradtrace_recorder.relays import RELAYS
-from gradtrace_recorder.sources.ddp import DdpSource
-from gradtrace_recorder.sources.dry_runs import is_dry_run
-from gradtrace_recorder.sources.modules import ModuleSource
-from gradtrace_recorder.sources.state import (
+from gradtrace_recorder.recording.recording import Gate, Recording
+from gradtrace_recorder.recording.snapshots import (
     current_graph_task,
     inside_backward,
     record_gradients,
 )
-from gradtrace_recorder.standing import TOLD, has_room
+from gradtrace_recorder.sources.ddp import DdpSource
+from gradtrace_recorder.sources.modules import ModuleSource
+from gradtrace_recorder.state.versions import Change
 from gradtrace_recorder.summaries.device.times import Moment
 from gradtrace_recorder.summaries.summariser import is_functorch_wrapped, unasked, unseen
-from gradtrace_recorder.versions import Change
+from gradtrace_recorder.torch_internals.dry_runs import is_dry_run
+from gradtrace_recorder.torch_internals.dynamo import never_compiled, traces_a_graph
+from gradtrace_recorder.torch_internals.privates import found
+from gradtrace_recorder.torch_internals.relays import RELAYS
+from gradtrace_recorder.torch_internals.standing import TOLD, has_room
 from gradtrace_schemas.journal import (
     AFTER_BACKWARD,
     IN_BACKWARD,

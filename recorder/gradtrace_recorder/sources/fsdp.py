@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.naming import walk
-from gradtrace_recorder.recording import Gate, Recording
+from gradtrace_recorder.recording.recording import Gate, Recording
 from gradtrace_recorder.sources.ddp import DdpSource
 from gradtrace_recorder.sources.groups import collective_seq
+from gradtrace_recorder.state.naming import walk
 from gradtrace_recorder.summaries.device.times import Moment
 
 

@@ -11,27 +11,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradtrace_recorder.attribution import Frame, RootCall
-from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
-from gradtrace_recorder.naming import ModuleName, holds_parameters, unwrapped
+from gradtrace_recorder.journal.writer import INSIDE, NOWHERE, Place
 from gradtrace_recorder.observers.replay import RUNNING
-from gradtrace_recorder.privates import found
-from gradtrace_recorder.recording import Gate, Left, Recording
-from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone, is_of_a_compiler
-from gradtrace_recorder.sources.ddp import DdpSource
-from gradtrace_recorder.sources.dry_runs import is_dry_run
-from gradtrace_recorder.sources.fsdp import FsdpSource
-from gradtrace_recorder.sources.groups import Groups
-from gradtrace_recorder.sources.state import (
+from gradtrace_recorder.recording.recording import Gate, Left, Recording
+from gradtrace_recorder.recording.snapshots import (
     inside_backward,
     record_parameters_before,
     rng_fingerprint,
 )
-from gradtrace_recorder.standing import TOLD, no_module_runs
+from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone, is_of_a_compiler
+from gradtrace_recorder.sources.ddp import DdpSource
+from gradtrace_recorder.sources.fsdp import FsdpSource
+from gradtrace_recorder.sources.groups import Groups
+from gradtrace_recorder.state.attribution import Frame, RootCall
+from gradtrace_recorder.state.naming import ModuleName, holds_parameters, unwrapped
 from gradtrace_recorder.summaries.summariser import named_tensors, unasked
 from gradtrace_recorder.summaries.values import Packed
+from gradtrace_recorder.torch_internals.dry_runs import is_dry_run
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.privates import found
+from gradtrace_recorder.torch_internals.standing import TOLD, no_module_runs
 from gradtrace_schemas.journal import AFTER_MODULE, IN_MODULE, NULL_INT32
 
 _clock = time.monotonic_ns

@@ -12,16 +12,16 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from gradtrace_recorder.call_sites import passed_over
-from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.privates import found
-from gradtrace_recorder.recording import Gate, Recording
+from gradtrace_recorder.recording.recording import Gate, Recording
+from gradtrace_recorder.recording.snapshots import inside_backward
 from gradtrace_recorder.sources.closures import closure_of, with_closure_seen
 from gradtrace_recorder.sources.optimizer_rows import OptimizerRows
-from gradtrace_recorder.sources.state import inside_backward
-from gradtrace_recorder.standing import TOLD
 from gradtrace_recorder.summaries.summariser import unasked
+from gradtrace_recorder.torch_internals.call_sites import passed_over
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.privates import found
+from gradtrace_recorder.torch_internals.standing import TOLD
 from gradtrace_schemas.journal import AFTER_OPTIMIZER, IN_OPTIMIZER, NULL_INT32
 
 _get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from gradtrace_recorder.actions import FORWARD, FULL, INPUT, WEIGHT, Action, OwnAction
-from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.naming import holds_parameters
-from gradtrace_recorder.recording import Gate, Recording
+from gradtrace_recorder.recording.recording import Gate, Recording
+from gradtrace_recorder.recording.snapshots import record_gradients
 from gradtrace_recorder.sources.stage_waits import (
     OPERATIONS,
     Ended,
@@ -23,10 +21,12 @@ from gradtrace_recorder.sources.stage_waits import (
     StageWaits,
     is_recorded,
 )
-from gradtrace_recorder.sources.state import record_gradients
-from gradtrace_recorder.stages import STAGES, WAIT
+from gradtrace_recorder.state.actions import FORWARD, FULL, INPUT, WEIGHT, Action, OwnAction
+from gradtrace_recorder.state.naming import holds_parameters
 from gradtrace_recorder.summaries.summariser import unasked, unseen
 from gradtrace_recorder.summaries.values import Packed
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.stages import STAGES, WAIT
 
 _FUNCTIONS = {
     "stage_backward": FULL,

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from gradtrace_recorder.guard import is_of_a_signal_handler
-from gradtrace_recorder.journal import JournalWriter
-from gradtrace_recorder.privates import found
+from gradtrace_recorder.journal.writer import JournalWriter
 from gradtrace_recorder.summaries.device.backends import is_on_device
 from gradtrace_recorder.summaries.device.devices import Devices, NotNow
 from gradtrace_recorder.summaries.native import NativeSummary
 from gradtrace_recorder.summaries.torch_ops import Numbers, TorchSummary
 from gradtrace_recorder.summaries.values import NO_LANES, STATE, Packed, combined, unread
+from gradtrace_recorder.torch_internals.privates import found
 from gradtrace_schemas.journal import MAX_DIMENSIONS, NULL_BOOL
 from gradtrace_schemas.summary import STATE_FULL, STATE_NORMS, STATE_PENDING, STATE_SHAPE
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from gradtrace_recorder.guard import Problems
-from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.journal.writer import JournalWriter
 from gradtrace_recorder.observers.native.build import library
 from gradtrace_recorder.observers.native.journal import NativeJournal
-from gradtrace_recorder.settings import Settings
+from gradtrace_recorder.settings.variables import Settings
 
 
 class Native:

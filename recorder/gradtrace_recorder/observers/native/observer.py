@@ -13,10 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gradtrace_recorder.attribution import Frame
-from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.observers.native.asked import foreign, makers
 from gradtrace_recorder.observers.native.choice import Native
 from gradtrace_recorder.observers.native.journal import NativeJournal
@@ -28,10 +25,13 @@ from gradtrace_recorder.observers.python import (
     PythonObserver,
     node_of,
 )
-from gradtrace_recorder.observers.release import release_waiting
-from gradtrace_recorder.recording import Recording
+from gradtrace_recorder.recording.recording import Recording
+from gradtrace_recorder.state.attribution import Frame
+from gradtrace_recorder.state.naming import ParameterName
 from gradtrace_recorder.summaries.device.backends import BACKENDS
 from gradtrace_recorder.summaries.values import NOTHING, as_bytes
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.release import release_waiting
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.journal import (
     KINDS,
