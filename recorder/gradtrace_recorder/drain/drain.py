@@ -1,7 +1,7 @@
 """One thread: journal records -> record batches -> Parquet parts.
 
-It calls nothing of torch's. (`claim` loads it, by way of `identity`; and the `Joiner` that it is handed brings what
-devices leave to the records, for which it asks the device's driver where there are times to read.)
+Nothing here calls torch, or loads it, which a contract holds. (The `Joiner` that it is handed brings what devices leave
+to the records, for which it asks the device's driver where there are times to read.)
 """
 
 from __future__ import annotations

@@ -13,13 +13,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gradtrace_recorder.journal.writer import JournalWriter
-from gradtrace_recorder.summaries.values import Packed
 
 MOST_TRIGGERS = 16
 _NAN_COUNT, _INF_COUNT = 4, 5
@@ -60,8 +59,8 @@ class Flight:
         self._own = 0
         self._known = _identity(trigger_file)
 
-    def saw(self, summary: Packed) -> None:
-        """A gradient's summary: a value that is not finite triggers at the step's end."""
+    def saw(self, summary: Sequence[float]) -> None:
+        """A gradient's summary, as the journal packs it: a value that is not finite triggers at the step's end."""
         if summary[_NAN_COUNT] or summary[_INF_COUNT]:
             self._seen = self._seen or "a value that is not finite in a gradient"
 

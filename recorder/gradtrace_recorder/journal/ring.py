@@ -8,13 +8,37 @@ wanted is `flight`'s business.
 from __future__ import annotations
 
 import collections
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from gradtrace_recorder.journal.writer import JournalWriter
+from typing import Any, Protocol
 
 _Lasting = tuple[int, int, tuple[float | bytes, ...]]
+
+
+class Journal(Protocol):
+    """What a ring asks of the journal whose steps it keeps."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held while steps are let go of."""
+
+    @property
+    def written(self) -> int:
+        """Number of the newest record."""
+
+    @property
+    def recorded(self) -> dict[str, int]:
+        """Records written so far, by table."""
+
+    @property
+    def room(self) -> int:
+        """How many records have room."""
+
+    def free(self, last: int) -> None:
+        """The places of all records up to `last` are free again."""
+
+    def append_lasting(self, kind: int, *values: float | bytes) -> None:
+        """Write a record that is kept when its step is let go of."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +53,7 @@ class _Mark:
 class Ring:
     """The steps that have ended and are kept. All of it lies under the journal's lock; any thread may ask."""
 
-    def __init__(self, journal: JournalWriter) -> None:
+    def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._marks: collections.deque[_Mark] = collections.deque()
         self._gone: dict[str, int] = {}  # counts by table, up to where the journal is let go of

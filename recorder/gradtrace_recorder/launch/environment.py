@@ -1,4 +1,4 @@
-"""What a process runs under: variables, torch's switches, its command line, its commit. Read once, at its first event.
+"""What a process runs under: versions, variables, switches of torch, command line, commit. Read once, at first event.
 
 Nothing here asks a device, starts a process or waits: variables and switches are read where they lie, and of a
 repository at most four small files. What cannot be read is left out.
@@ -7,6 +7,7 @@ repository at most four small files. What cannot be read is left out.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from gradtrace_schemas import SCHEMA_VERSION
 
 # Variables that are known to change numbers or the order of reductions: of these families all, but those below.
 VARIABLE_PREFIXES = (
@@ -73,6 +76,17 @@ _SWITCHES: Mapping[str, Callable[[], Any]] = {
     "math_sdp": lambda: torch._C._get_math_sdp_enabled(),
     "cpu_capability": lambda: torch.backends.cpu.get_cpu_capability(),
 }
+
+
+def versions() -> dict[str, str]:
+    """Versions that may explain a difference."""
+    return {
+        "gradtrace": "0.1.0",
+        "schema": str(SCHEMA_VERSION),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> dict[str, Any]:

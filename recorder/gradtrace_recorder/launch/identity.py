@@ -1,17 +1,14 @@
-"""Rank, world size, host, versions: who is recording. Read once per process, at its first event."""
+"""Rank, world size, host: who is recording. Read once per process, at its first event. Imports no torch: it asks the
+job's, where that is there."""
 
 from __future__ import annotations
 
 import os
-import platform
 import socket
 import sys
 from dataclasses import dataclass
 
-import torch
-
 from gradtrace_recorder.launch.launchers import Launcher, current_launcher
-from gradtrace_schemas import SCHEMA_VERSION
 
 
 @dataclass(frozen=True)
@@ -55,14 +52,3 @@ def is_data_worker() -> bool:
     """Whether this process is a DataLoader worker: it may hold a RANK, and is none."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None
-
-
-def versions() -> dict[str, str]:
-    """Versions that may explain a difference."""
-    return {
-        "gradtrace": "0.1.0",
-        "schema": str(SCHEMA_VERSION),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "system": platform.platform(),
-    }

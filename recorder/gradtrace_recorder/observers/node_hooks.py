@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradtrace_recorder.observers.replay import NOT_REPLAYED, NodeReplay, Verdict
+from gradtrace_recorder.recording.replay import NOT_REPLAYED, NodeReplay, Verdict
 from gradtrace_recorder.recording.rows import NODE_EVENTS
 from gradtrace_recorder.state.attribution import Frame
 from gradtrace_recorder.state.naming import ParameterName

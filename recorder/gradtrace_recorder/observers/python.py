@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.observers.node_hooks import NO_MODULE, NO_SEQUENCE_NUMBER, NodeHooks
-from gradtrace_recorder.observers.replay import NOT_REPLAYED, NodeReplay
 from gradtrace_recorder.recording.recording import Recording
+from gradtrace_recorder.recording.replay import NOT_REPLAYED, NodeReplay
 from gradtrace_recorder.state.attribution import Frame
 from gradtrace_recorder.state.naming import ParameterName
 from gradtrace_recorder.summaries.summariser import is_functorch_wrapped

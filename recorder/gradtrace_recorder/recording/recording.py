@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.journal.flight import Flight
 from gradtrace_recorder.journal.writer import JournalWriter, Place
-from gradtrace_recorder.observers.native.choice import Native
-from gradtrace_recorder.observers.replay import Replays
+from gradtrace_recorder.recording.native_library import Native
+from gradtrace_recorder.recording.replay import Replays
 from gradtrace_recorder.recording.rows import Rows
 from gradtrace_recorder.settings.variables import Settings
 from gradtrace_recorder.state.actions import Actions, HalfDone
@@ -44,12 +44,13 @@ class Recording:
     half_done: HalfDone = field(default_factory=HalfDone)
     device_times: DeviceTimes = field(default_factory=lambda: DeviceTimes("off", Nowhere()))
     native: Native | None = None
-    counter: Counter = field(default_factory=Counter)
+    counter: Counter = field(init=False)
     updates: Updates = field(init=False)
     parked: Callable[[], None] | None = None  # goes on with what was stopped while a profiler began
     _noted: dict[tuple[int, int, str], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.counter = Counter(self.timeline, self.names)
         self.updates = Updates(self.timeline, self.names)
 
     def noted(self, name: str) -> int:

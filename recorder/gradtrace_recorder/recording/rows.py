@@ -8,13 +8,14 @@ which also writes `gradients` of the point `local`: it knows no order, as Python
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from gradtrace_recorder.journal.flight import Flight
 from gradtrace_recorder.journal.writer import JournalWriter
 from gradtrace_recorder.recording.row_fields import int32_field, int64_field, kinds_of, names_field
+from gradtrace_recorder.state.attribution import Frame
 from gradtrace_recorder.state.naming import ParameterName
 from gradtrace_recorder.state.timeline import StepTotals, Timeline
 from gradtrace_recorder.state.versions import Change
@@ -30,13 +31,20 @@ from gradtrace_schemas.journal import (
 )
 from gradtrace_schemas.steps import DIGEST_LINKS
 
-if TYPE_CHECKING:
-    from gradtrace_recorder.observers.node_hooks import NodeHooks
-
 NODE_EVENTS = KINDS["node_events"]
 _STEPS = KINDS["steps"]
 _BUCKETS = KINDS["buckets"]
 _STAGE_EVENTS = KINDS["stage_events"]
+
+
+class FailedNode(Protocol):
+    """The Node that was running when a pass failed: what its row takes of it. Names are numbers of journal strings."""
+
+    frame: Frame
+    parameter_fqn: int
+    number: int
+    start: int
+    came_in: list[tuple[torch.dtype, torch.Size] | None] | None
 
 
 class Rows:
@@ -364,7 +372,7 @@ class Rows:
         exception_text: str,
         traceback: str | None,
         time_ns: int,
-        culprit: NodeHooks | None,
+        culprit: FailedNode | None,
         change: Change | None,
     ) -> None:
         """An exception that left a backward pass; `culprit` is the Node that was running, if one was."""

@@ -16,8 +16,9 @@ from gradtrace_recorder.drain.join import Joiner
 from gradtrace_recorder.forks import has_other_threads
 from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.journal.flight import Flight
-from gradtrace_recorder.launch import environment, identity
+from gradtrace_recorder.launch import environment
 from gradtrace_recorder.launch.claim import NotOurs, claim_place, living_rival
+from gradtrace_recorder.launch.identity import group_place
 from gradtrace_recorder.observers.native.choice import chosen_native, journal_of
 from gradtrace_recorder.recording.recording import Recording
 from gradtrace_recorder.recording.rows import Rows
@@ -42,7 +43,7 @@ class Live:
     ) -> None:
         zero, wall = time.monotonic_ns(), time.time_ns()
         run = Path(settings.directory).absolute()
-        about = {"settings": settings.as_json(), "versions": identity.versions()}
+        about = {"settings": settings.as_json(), "versions": environment.versions()}
         rival = living_rival(run, who)
         if rival is not None and rival.is_ancestor:
             raise NotOurs(
@@ -83,7 +84,7 @@ class Live:
             settings, problems, journal, timeline, summariser, rows,
             versions=Versions(library), flight=flight, native=native, device_times=times,
         )  # fmt: skip
-        timeline.at_begin.append(lambda: self.recording.counter.begins(self.recording))
+        timeline.at_begin.append(self.recording.counter.begins)
         timeline.at_complete.append(self._hold_step)
         timeline.at_end.append(self._write_step)
         self._held_step: int | None = None
@@ -96,7 +97,7 @@ class Live:
             "host": who.host,
             "pid": who.pid,
             "device": None,
-            "versions": identity.versions(),
+            "versions": environment.versions(),
             "settings": settings.as_json(),
             "environment": environment.environment() | ({"autocast": autocast} if autocast else {}),
             "command": environment.command_line(),
@@ -215,8 +216,6 @@ class Live:
 
     def _look_for_group(self) -> None:
         """Of a rank whose first event came before its process group: what the group says, once there is one."""
-        from gradtrace_recorder.launch.identity import group_place
-
         place = group_place()
         if place is None:
             return

@@ -21,7 +21,7 @@ from gradtrace_recorder.guard import (
     is_of_a_signal_handler,
     say,
 )
-from gradtrace_recorder.launch import identity
+from gradtrace_recorder.launch import environment, identity
 from gradtrace_recorder.recording.recording import Gate, Recording
 from gradtrace_recorder.session.telling import tell_at_first_backward
 from gradtrace_recorder.settings.variables import Settings
@@ -56,7 +56,7 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self.problems = Problems(settings.strict)
-        self._lacks = verdict_at_start(identity.versions()["gradtrace"])
+        self._lacks = verdict_at_start(environment.versions()["gradtrace"])
         if SUMMARIES in self._lacks.closed:
             settings = dataclasses.replace(settings, summary="off")
         self.settings = settings
@@ -139,7 +139,6 @@ class Session:
         self.stop(raised=sys.exc_info()[1])
 
     def _open(self) -> Recording | None:
-        from gradtrace_recorder.launch import environment
         from gradtrace_recorder.session.greeting import tell_beginning
         from gradtrace_recorder.summaries.summariser import unseen
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -21,8 +22,8 @@ from gradtrace_recorder.summaries.values import Packed
 from gradtrace_recorder.torch_internals.dynamo import never_compiled
 from gradtrace_recorder.torch_internals.standing import TOLD
 
-if TYPE_CHECKING:
-    from gradtrace_recorder.sources.modules import ModuleSource
+# Told of a call when the module's own hooks have run after it: the module, the call, its args, kwargs and output.
+Done = Callable[[nn.Module, "Call", Any, Any, Any], None]
 
 
 class Call:
@@ -83,15 +84,15 @@ class OpenCalls(threading.local):
 class OwnHooksDone:
     """The last hook on a module during one call. A copy of the module takes an idle one along."""
 
-    def __init__(self, source: ModuleSource, call: Call) -> None:
-        self._source = source
+    def __init__(self, done: Done, call: Call) -> None:
+        self._done = done
         self._call = call
 
     def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
         # Torch calls a hook that was removed meanwhile without kwargs.
         try:
             kwargs = rest[0] if len(rest) == 2 else {}
-            self._source.own_hooks_done(module, self._call, args, kwargs, rest[-1])
+            self._done(module, self._call, args, kwargs, rest[-1])
         except RecursionError:
             TOLD.short += 1
 

@@ -22,8 +22,8 @@ from gradtrace_recorder.observers.python import (
     node_of,
     nodes_numbered,
 )
-from gradtrace_recorder.observers.replay import RUNNING
 from gradtrace_recorder.recording.recording import Gate, Recording
+from gradtrace_recorder.recording.replay import RUNNING
 from gradtrace_recorder.recording.snapshots import (
     current_graph_task,
     inside_backward,

@@ -13,8 +13,8 @@ from torch import nn
 
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.journal.writer import INSIDE, NOWHERE, Place
-from gradtrace_recorder.observers.replay import RUNNING
 from gradtrace_recorder.recording.recording import Gate, Left, Recording
+from gradtrace_recorder.recording.replay import RUNNING
 from gradtrace_recorder.recording.snapshots import (
     inside_backward,
     record_parameters_before,
@@ -116,7 +116,7 @@ class ModuleSource:
             stack = self._local.stack
             recording.attribution.mark(_get_sequence_nr(), stack[-1].frame if stack else None)
 
-    def own_hooks_done(
+    def _own_hooks_done(
         self, module: nn.Module, call: Call, args: Any, kwargs: Any, output: Any
     ) -> None:
         """The module's own hooks have run after this call; called for other live calls of it too."""
@@ -197,7 +197,7 @@ class ModuleSource:
             call.inputs = summariser.of_all(args)
         if module._forward_hooks:
             # A hook of the job's on the module may replace its output: see what the last of them leaves.
-            hook = OwnHooksDone(self, call)
+            hook = OwnHooksDone(self._own_hooks_done, call)
             # Unbound: a class of the job's may have a method of that name, and a scripted module has none.
             call.last_hook = nn.Module.register_forward_hook(module, hook, with_kwargs=True)
         stack.append(call)
@@ -318,7 +318,7 @@ class ModuleSource:
         trains = grad_mode and not inside_backward() and holds_parameters(module)
         if not trains:
             if timeline.is_first:
-                recording.counter.read_early(recording)
+                recording.counter.read_early()
             return None
         if timeline.is_by_parameters:
             recording.updates.root_called(name.root)

@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from gradtrace_recorder.recording.recording import Recording
+from gradtrace_recorder.state.naming import Names
+from gradtrace_recorder.state.timeline import Timeline
 
 # How often it is looked for, and how many frames are passed on the way.
 _MOST_LOOKS, _MOST_FRAMES = 64, 80
@@ -88,40 +88,41 @@ _MODULES = tuple(name for framework in (*_FRAMEWORKS, _DEEPSPEED) for name in fr
 class Counter:
     """The counter that was found, if one was. Called on the job's threads, at a step's beginning."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline, names: Names) -> None:
+        self._timeline, self._names = timeline, names
         self._owner: Callable[[], Any] | None = None
         self._of: _Framework | None = None
         self._last: int | None = None
         self._looks = 0
 
-    def begins(self, recording: Recording) -> None:
+    def begins(self) -> None:
         """A step begins: note the counter, and in the first step where the job resumes."""
-        timeline = recording.timeline
-        step = self._read(recording)
+        timeline = self._timeline
+        step = self._read()
         if step is None or self._of is None:
             return
         if timeline.is_first:
-            self._first(recording, step)
+            self._first(step)
         timeline.totals.framework = self._of.name
         timeline.totals.framework_step = step
 
-    def read_early(self, recording: Recording) -> None:
+    def read_early(self) -> None:
         """Something is called before the first step begins: an evaluation, which is of the step to come."""
-        step = self._read(recording)
+        step = self._read()
         if step is not None:
-            self._first(recording, step)
+            self._first(step)
         self._last = None
 
-    def _first(self, recording: Recording, step: int) -> None:
+    def _first(self, step: int) -> None:
         owner = self._owner() if self._owner is not None else None
         if self._of is not None and owner is not None and self._of.counts(owner):
-            recording.timeline.begin_at(max(0, step - self._of.before_first))
+            self._timeline.begin_at(max(0, step - self._of.before_first))
 
-    def _read(self, recording: Recording) -> int | None:
+    def _read(self) -> int | None:
         step = self._value()
         # A counter that stands still may be that of a trainer which is done, while another trains.
         if step is None or step == self._last:
-            self._look(recording)
+            self._look()
             step = self._value()
         self._last = step
         return step
@@ -135,7 +136,7 @@ class Counter:
         except Exception:  # the framework's own, of a version that we do not know
             return None
 
-    def _look(self, recording: Recording) -> None:
+    def _look(self) -> None:
         if self._looks >= _MOST_LOOKS or not any(name in sys.modules for name in _MODULES):
             return
         wanted = {
@@ -150,7 +151,7 @@ class Counter:
         self._looks += 1
         found = _among_frames(wanted, sys._getframe(1)) if wanted else None
         if found is None and engines:
-            for _, root in recording.names.roots():
+            for _, root in self._names.roots():
                 if isinstance(root, engines):
                     found = (_DEEPSPEED, root)
         if found is not None:

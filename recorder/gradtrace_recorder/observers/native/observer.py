@@ -15,7 +15,6 @@ import torch
 
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.observers.native.asked import foreign, makers
-from gradtrace_recorder.observers.native.choice import Native
 from gradtrace_recorder.observers.native.journal import NativeJournal
 from gradtrace_recorder.observers.node_hooks import NO_SEQUENCE_NUMBER, NodeHooks
 from gradtrace_recorder.observers.python import (
@@ -25,6 +24,7 @@ from gradtrace_recorder.observers.python import (
     PythonObserver,
     node_of,
 )
+from gradtrace_recorder.recording.native_library import Native
 from gradtrace_recorder.recording.recording import Recording
 from gradtrace_recorder.state.attribution import Frame
 from gradtrace_recorder.state.naming import ParameterName
