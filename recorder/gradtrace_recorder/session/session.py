@@ -31,6 +31,7 @@ from gradtrace_recorder.sources.fsdp import FsdpSource
 from gradtrace_recorder.sources.modules import ModuleSource
 from gradtrace_recorder.sources.optimizer import OptimizerSource
 from gradtrace_recorder.sources.pipeline import PipelineSource
+from gradtrace_recorder.sources.source import Sources
 from gradtrace_recorder.torch_internals.privates import (
     BACKWARD,
     DDP,
@@ -62,16 +63,15 @@ class Session:
         self.settings = settings
         self.gate = Gate(settings, self._open)
         names = (DDP, FSDP, MODULES, BACKWARD, OPTIMIZER, PIPELINE)
-        self._guards = guards = [Guard(name, self.problems) for name in names]
-        self._ddp = ddp = DdpSource(self.gate, guards[0])
-        fsdp = FsdpSource(self.gate, guards[1], ddp)
-        self.modules = ModuleSource(self.gate, guards[2], ddp, fsdp)
-        self.engine = EngineSource(self.gate, guards[3], ddp, self.modules)
-        self.optimizers = OptimizerSource(self.gate, guards[4])
-        self.pipeline = PipelineSource(self.gate, guards[5])
-        self._sources: tuple[Any, ...] = (
-            ddp,
-            fsdp,
+        guards = {name: Guard(name, self.problems) for name in names}
+        self._sources = sources = Sources()
+        self.modules = ModuleSource(self.gate, guards[MODULES], sources)
+        self.engine = EngineSource(self.gate, guards[BACKWARD], sources)
+        self.optimizers = OptimizerSource(self.gate, guards[OPTIMIZER])
+        self.pipeline = PipelineSource(self.gate, guards[PIPELINE])
+        sources.hold(
+            DdpSource(self.gate, guards[DDP]),
+            FsdpSource(self.gate, guards[FSDP]),
             self.modules,
             self.engine,
             self.optimizers,
@@ -93,9 +93,9 @@ class Session:
             self.problems.add(text)
         if self._lacks.closed:
             TOLD.forget()
-        for source, guard in zip(self._sources, self._guards, strict=True):
-            guard.is_open = guard.source not in self._lacks.closed
-            if guard.is_open:
+        for source in self._sources:
+            source.guard.is_open = source.guard.source not in self._lacks.closed
+            if source.guard.is_open:
                 source.attach()
         atexit.register(self.stop)
         if multiprocessing.process.parent_process() is not None:
@@ -112,8 +112,9 @@ class Session:
 
         `raised` is the exception that ends it, where Python has not said it.
         """
-        if os.getpid() == self._pid:
-            self._ddp.finish()
+        recording = self.gate.recording
+        if recording is not None and os.getpid() == self._pid:
+            self._sources.recording_ends(recording)
         for source in self._sources:
             source.detach()
         atexit.unregister(self.stop)
@@ -121,7 +122,6 @@ class Session:
             self._finalizer.cancel()
         ARMED.discard(self)
         live, self._live = self._live, None
-        recording = self.gate.recording
         self.gate.shut()
         if live is not None and recording is not None and os.getpid() == self._pid:
             try:

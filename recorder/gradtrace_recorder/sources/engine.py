@@ -29,8 +29,8 @@ from gradtrace_recorder.recording.snapshots import (
     inside_backward,
     record_gradients,
 )
-from gradtrace_recorder.sources.ddp import DdpSource
-from gradtrace_recorder.sources.modules import ModuleSource
+from gradtrace_recorder.sources.source import Source, Sources
+from gradtrace_recorder.state.passes import Pass
 from gradtrace_recorder.state.versions import Change
 from gradtrace_recorder.summaries.device.times import Moment
 from gradtrace_recorder.summaries.summariser import is_functorch_wrapped, unasked, unseen
@@ -58,14 +58,12 @@ class _ThreadState(threading.local):
         self.open_passes: list[_OpenPass] = []
 
 
-class EngineSource:
+class EngineSource(Source):
     """Told of every call into the engine by what stands before it. Each call gets one observer's watch."""
 
-    def __init__(self, gate: Gate, guard: Guard, ddp: DdpSource, modules: ModuleSource) -> None:
-        self._gate = gate
-        self._guard = guard
-        self._ddp = ddp
-        self._modules = modules
+    def __init__(self, gate: Gate, guard: Guard, sources: Sources) -> None:
+        super().__init__(gate, guard)
+        self._sources = sources
         self._observer = PythonObserver(guard)
         self._native: NativeObserver | None = None
         self._local = _ThreadState()
@@ -81,14 +79,14 @@ class EngineSource:
 
     def detach(self) -> None:
         """Be told no more."""
-        self._guard.is_open = False
+        self.guard.is_open = False
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OpenPass | None:
         """The engine is about to be called with these; None where that is not watched. What is given is told the end.
 
         Raises RecursionError where Python has too few frames left for the hooks on Nodes: they run as deep.
         """
-        if not self._guard.is_open or RUNNING.now:
+        if not self.guard.is_open or RUNNING.now:
             return None
         if not has_room(PASS_FRAMES):
             raise RecursionError
@@ -98,7 +96,7 @@ class EngineSource:
                 if recording is not None and not _is_no_pass():
                     return self._begin(recording, args, kwargs)
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
         return None
 
     def _begin(
@@ -111,7 +109,6 @@ class EngineSource:
         accumulates = bool(_argument("accumulate_grad", 6, args, kwargs, False))
         top_level = not inside_backward()
         if top_level:
-            self._modules.forget_abandoned(recording)
             if timeline.is_by_parameters:
                 recording.updates.engine_called(_argument("tensors", 0, args, kwargs, ()))
             timeline.activity()
@@ -137,6 +134,7 @@ class EngineSource:
             opened.parent = self._index_of_task(current_graph_task())
         self._open[serial] = opened
         try:
+            self._sources.pass_begins(recording, opened)
             self._watch(opened, half, follows_half, args, kwargs)
             open_passes.append(opened)
             thread = _get_ident()
@@ -165,9 +163,6 @@ class EngineSource:
         """Have an observer watch the pass, and note what there is to say of it beforehand."""
         recording, index = opened.recording, opened.index
         accumulates, top_level = opened.accumulates, opened.top_level
-        has_ddp = self._ddp.has_models
-        if has_ddp and accumulates and top_level:
-            self._ddp.backward_begins(recording, index)
         if recording.timeline.is_recorded:
             if top_level and (accumulates or half == "weight") and recording.settings.records_state:
                 self._record_carried(recording, index)
@@ -184,7 +179,7 @@ class EngineSource:
                 half,
                 follows_half,
                 opened.stage_index,
-                self._ddp.gradient_ready if has_ddp else None,
+                opened.gradient_ready,
                 self._is_alone,
             )
             opened.watch = self._observer_of(recording).watch(recording, outputs, call)
@@ -194,7 +189,7 @@ class EngineSource:
         if recording.native is None:
             return self._observer
         if self._native is None:
-            self._native = NativeObserver(self._guard, self._open)
+            self._native = NativeObserver(self.guard, self._open)
         return self._native
 
     def end(
@@ -211,7 +206,7 @@ class EngineSource:
                 self._close(opened, error, end, outputs)
             timeline.totals.recorder_ns += timeline.now() - end
         except Exception as ours:
-            self._guard.failed(ours)
+            self.guard.failed(ours)
 
     def _close(
         self, opened: _OpenPass, error: BaseException | None, end: int, outputs: Sequence[Any]
@@ -225,17 +220,12 @@ class EngineSource:
         recording.journal.move(_get_ident(), end, place)
         watch = opened.watch
         failed = watch.close(failed=error is not None) if watch is not None else None
-        reduces = opened.accumulates and opened.top_level and self._ddp.has_models
-        ddp_sync = self._ddp.sync_of_pass() if reduces else None
-        if reduces and timeline.is_recorded and recording.settings.records_state:
-            self._ddp.backward_ended(
-                recording, opened.index, opened.microbatch, failed=error is not None
-            )
+        self._sources.pass_ends(recording, opened, failed=error is not None)
         if error is not None and recording.flight is not None:
             recording.flight.failed(error)
         if watch is not None and failed is not None:
             # Behind the rows of its buckets: a pass that has a row has all of them.
-            self._write(opened, watch, end, failed, error, outputs, ddp_sync)
+            self._write(opened, watch, end, failed, error, outputs)
         if opened.top_level:
             timeline.totals.backward_ns += end - opened.start_ns
             timeline.passes += error is None
@@ -262,7 +252,6 @@ class EngineSource:
         failed: Culprit,
         error: BaseException | None,
         outputs: Sequence[Any],
-        ddp_sync: str | None,
     ) -> None:
         recording = opened.recording
         if error is not None:
@@ -290,7 +279,7 @@ class EngineSource:
             opened.start_ns,
             end,
             None if error is None else f"{type(error).__name__}: {str(error)[:400]}",
-            ddp_sync,
+            opened.ddp_sync,
             opened.device_ns,
         )
 
@@ -330,12 +319,12 @@ class EngineSource:
             )
 
 
-class _OpenPass:
+class _OpenPass(Pass):
     """A call into the engine that has not returned."""
 
     __slots__ = (
-        "accumulates", "device_began", "device_ns", "index", "loss", "microbatch", "parent", "place", "place_before",
-        "recording", "serial", "source", "stage_index", "start_ns", "thread", "top_level", "watch",
+        "device_began", "device_ns", "loss", "parent", "place", "place_before", "recording", "serial", "source",
+        "stage_index", "start_ns", "thread", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -347,14 +336,11 @@ class _OpenPass:
         accumulates: bool,
         top_level: bool,
     ) -> None:
+        super().__init__(index, microbatch, accumulates, top_level)
         self.source = source
         self.recording = recording
         self.thread = threading.get_ident()
         self.serial = -1
-        self.index = index
-        self.microbatch = microbatch
-        self.accumulates = accumulates
-        self.top_level = top_level
         self.parent: int | None = None
         self.stage_index: int | None = None
         self.watch: PassWatch | None = None

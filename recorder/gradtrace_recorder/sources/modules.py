@@ -21,11 +21,11 @@ from gradtrace_recorder.recording.snapshots import (
     rng_fingerprint,
 )
 from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone, is_of_a_compiler
-from gradtrace_recorder.sources.ddp import DdpSource
-from gradtrace_recorder.sources.fsdp import FsdpSource
 from gradtrace_recorder.sources.groups import Groups
+from gradtrace_recorder.sources.source import Source, Sources
 from gradtrace_recorder.state.attribution import Frame, RootCall
 from gradtrace_recorder.state.naming import ModuleName, holds_parameters, unwrapped
+from gradtrace_recorder.state.passes import Pass
 from gradtrace_recorder.summaries.summariser import named_tensors, unasked
 from gradtrace_recorder.summaries.values import Packed
 from gradtrace_recorder.torch_internals.dry_runs import is_dry_run
@@ -39,17 +39,18 @@ _get_ident = threading.get_ident
 _get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 
 
-class ModuleSource:
+class ModuleSource(Source):
     """Told by the global forward hooks: two calls for each module call, nothing for each operation.
 
     Source of the hooks' order and of `always_call`: torch/nn/modules/module.py, `_call_impl`.
     """
 
-    def __init__(self, gate: Gate, guard: Guard, ddp: DdpSource, fsdp: FsdpSource) -> None:
-        self._gate = gate
-        self._guard = guard
-        self._ddp = ddp
-        self._fsdp = fsdp
+    # A call that it knew when it failed would name whatever is made from then on, unless a pass ended that.
+    hears_when_closed = True
+
+    def __init__(self, gate: Gate, guard: Guard, sources: Sources) -> None:
+        super().__init__(gate, guard)
+        self._sources = sources
         self._groups = Groups()
         self._local = OpenCalls()
         self._calls: dict[tuple[int, int, str, int], int] = {}
@@ -67,11 +68,11 @@ class ModuleSource:
         """Be told no more."""
         for call in self._local.stack:
             call.forget()
-        self._guard.is_open = False
+        self.guard.is_open = False
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is about to be called."""
-        if not self._guard.is_open or RUNNING.now:
+        if not self.guard.is_open or RUNNING.now:
             return
         try:
             with unasked():
@@ -79,11 +80,11 @@ class ModuleSource:
                 if recording is not None:
                     self._enter(recording, module, args)
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         # Of a call that raised the output is `...`.
-        if not self._guard.is_open or RUNNING.now:
+        if not self.guard.is_open or RUNNING.now:
             return
         recording = self._gate.recording
         if recording is None:
@@ -107,12 +108,12 @@ class ModuleSource:
                         # Ended early: what the backward pass needs is there. Its time was taken all the same.
                         self._exit(recording, stack, call, {}, None)
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
 
     def _resumed(self) -> None:
         """A call is over that was lost: what is made from here on belongs to the call around it."""
         recording = self._gate.recording
-        if self._guard.is_open and recording is not None and torch.is_grad_enabled():
+        if self.guard.is_open and recording is not None and torch.is_grad_enabled():
             stack = self._local.stack
             recording.attribution.mark(_get_sequence_nr(), stack[-1].frame if stack else None)
 
@@ -121,7 +122,7 @@ class ModuleSource:
     ) -> None:
         """The module's own hooks have run after this call; called for other live calls of it too."""
         recording = self._gate.recording
-        if not self._guard.is_open or recording is None:
+        if not self.guard.is_open or recording is None:
             return
         try:
             stack = self._local.stack
@@ -130,7 +131,7 @@ class ModuleSource:
                     self._leave(recording, stack, call, args, kwargs, output)
                     self._exit(recording, stack, call, kwargs, output)
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
 
     def _enter(self, recording: Recording, module: nn.Module, args: tuple[Any, ...]) -> None:
         timeline = recording.timeline
@@ -139,7 +140,7 @@ class ModuleSource:
         native = recording.native
         # Asked here of the native library, which looks at one frame after the other: none of ours more than must be.
         if stack and (native is None or not native.library.calls_run(2)):
-            self.forget_abandoned(recording, entering=True)
+            self._forget_abandoned(recording, entering=True)
         if not stack and is_dry_run():
             return
         name = recording.names.module(module)
@@ -189,7 +190,7 @@ class ModuleSource:
             recording.attribution.mark(began, frame)
             recording.versions.went_in(began, frame, args)
         if name.wraps and grad_mode:
-            self._ddp.forward_begins(module)
+            self._sources.wrapper_called(recording, module)
         if not stack and not in_backward:
             self._record_inputs(recording, module, name, index, args)
         summariser = recording.summariser
@@ -217,7 +218,12 @@ class ModuleSource:
         call.inside = inside = (IN_MODULE, *place)
         recording.journal.move(_get_ident(), at_ns, inside)
 
-    def forget_abandoned(self, recording: Recording, *, entering: bool = False) -> None:
+    def pass_begins(self, recording: Recording, begun: Pass) -> None:
+        """No call of a module runs around a pass, unless that is inside another."""
+        if begun.top_level:
+            self._forget_abandoned(recording)
+
+    def _forget_abandoned(self, recording: Recording, *, entering: bool = False) -> None:
         """An exception that no hook saw may have left calls behind: what was made since is nobody's.
 
         `entering` says that a module is just being called.
@@ -323,8 +329,7 @@ class ModuleSource:
         if timeline.is_by_parameters:
             recording.updates.root_called(name.root)
         timeline.activity()
-        self._ddp.root_called(module)
-        self._fsdp.root_called(recording, module)
+        self._sources.root_called(recording, module)
         root_call = RootCall()
         timeline.totals.root_calls.append(root_call)
         if not timeline.is_recorded:

@@ -17,6 +17,7 @@ from gradtrace_recorder.recording.recording import Gate, Recording
 from gradtrace_recorder.recording.snapshots import inside_backward
 from gradtrace_recorder.sources.closures import closure_of, with_closure_seen
 from gradtrace_recorder.sources.optimizer_rows import OptimizerRows
+from gradtrace_recorder.sources.source import Source
 from gradtrace_recorder.summaries.summariser import unasked
 from gradtrace_recorder.torch_internals.call_sites import passed_over
 from gradtrace_recorder.torch_internals.dynamo import never_compiled
@@ -48,7 +49,7 @@ class _ThreadState(threading.local):
         self.stepped: list[weakref.ref[Optimizer]] = []  # inside the outermost, itself included
 
 
-class OptimizerSource:
+class OptimizerSource(Source):
     """Global step hooks of `torch.optim`, and a wrapper of `GradScaler.step`.
 
     The hooks are silent when a GradScaler skips a step, so its `step` is seen too.
@@ -56,8 +57,7 @@ class OptimizerSource:
     """
 
     def __init__(self, gate: Gate, guard: Guard) -> None:
-        self._gate = gate
-        self._guard = guard
+        super().__init__(gate, guard)
         self._local = _ThreadState()
         self._rows = OptimizerRows()
         self._steps_seen = 0
@@ -92,11 +92,11 @@ class OptimizerSource:
             if torch.amp.GradScaler.step is ours:
                 torch.amp.GradScaler.step = original  # type: ignore[method-assign]
             self._scaler_step = None
-        self._guard.is_open = False
+        self.guard.is_open = False
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> _NewArguments | None:
         """An optimizer is about to step: with a closure that is seen, if it was given one."""
-        if not self._guard.is_open:
+        if not self.guard.is_open:
             return None
         try:
             self._steps_seen += 1
@@ -104,7 +104,7 @@ class OptimizerSource:
             if recording is not None:
                 return self._begins(recording, optimizer, args, kwargs)
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
         return None
 
     def _begins(
@@ -140,7 +140,7 @@ class OptimizerSource:
         return with_closure_seen(args, kwargs, self._closure_begins, self._closure_ends)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._guard.is_open:
+        if not self.guard.is_open:
             return
         try:
             recording = self._gate.recording
@@ -169,7 +169,7 @@ class OptimizerSource:
             timeline.totals.recorder_ns += timeline.now() - ended
             timeline.optimizer_stepped(inside_backward=inside_backward())
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
 
     def _closure_begins(self) -> int:
         recording = self._gate.recording
@@ -179,7 +179,7 @@ class OptimizerSource:
         """The optimizer's closure has run forward and backward: now its gradients are what it will see."""
         recording = self._gate.recording
         stack = self._local.stack
-        if recording is None or not stack or not self._guard.is_open:
+        if recording is None or not stack or not self.guard.is_open:
             return
         try:
             timeline = recording.timeline
@@ -201,7 +201,7 @@ class OptimizerSource:
             outermost.closure_ns += now - began
             timeline.totals.recorder_ns += now - ended
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
 
     def _move(self, recording: Recording, kind: int, optimizer: Optimizer, at_ns: int) -> None:
         name = recording.journal.string(type(optimizer).__name__)
@@ -218,7 +218,7 @@ class OptimizerSource:
 
     def _scaler_stepped(self, scaler: Any, optimizer: Any, *, left_out: bool) -> None:
         recording = self._gate.recording
-        if not self._guard.is_open or recording is None:
+        if not self.guard.is_open or recording is None:
             return
         try:
             timeline = recording.timeline
@@ -235,7 +235,7 @@ class OptimizerSource:
             timeline.totals.recorder_ns += timeline.now() - entered
             timeline.optimizer_stepped(inside_backward=inside_backward(), by_scaler=True)
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
 
 
 def _skipped_inside(scaler: Any, optimizer: Any) -> bool | None:
