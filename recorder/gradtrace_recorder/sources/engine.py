@@ -14,9 +14,9 @@ import torch
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.journal.writer import INSIDE, NOWHERE, Place
 from gradtrace_recorder.observers.native.observer import NativeObserver
+from gradtrace_recorder.observers.pass_context import EngineCall
 from gradtrace_recorder.observers.python import (
     Culprit,
-    EngineCall,
     PassWatch,
     PythonObserver,
     node_of,
