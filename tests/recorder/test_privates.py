@@ -259,6 +259,19 @@ def test_names_that_code_asks_for_are_in_the_table() -> None:
     assert len(named) >= 12 and named <= {private.name for private in PRIVATES}, named
 
 
+def test_each_name_says_on_which_releases_it_was_proved() -> None:
+    assert all(set(private.proved_on) <= set(TESTED_TORCH) for private in PRIVATES)
+    assert all(TESTED_TORCH[-1] in private.proved_on for private in PRIVATES)
+    if is_tested(str(torch.__version__)):
+        release = [int(part) for part in str(torch.__version__).split("+")[0].split(".")[:2]]
+        here = [
+            tested for tested in TESTED_TORCH if [int(p) for p in tested.split(".")[:2]] == release
+        ]
+        claimed = {private.name for private in PRIVATES if here[0] in private.proved_on}
+        gone = {finding.name for finding in lookups() if not finding.ok}
+        assert not claimed & gone
+
+
 def test_what_is_looked_up_is_what_torch_has() -> None:
     assert found("torch._C._autograd._get_sequence_nr", None) is torch._C._autograd._get_sequence_nr
     assert found("torch.nothing.of.the.kind", 7) == 7

@@ -20,17 +20,16 @@ from gradtrace_recorder.state.attribution import Frame
 from gradtrace_recorder.state.naming import ParameterName
 from gradtrace_recorder.summaries.device.times import Moment
 from gradtrace_recorder.summaries.handed_on import Gradients, handed_on, memory_address
-from gradtrace_recorder.summaries.summariser import Summariser, unasked
+from gradtrace_recorder.summaries.summariser import Summariser
 from gradtrace_recorder.summaries.values import FINGERPRINT, NOTHING, STATE, Packed
+from gradtrace_recorder.torch_internals.autograd import graph_task, sequence_nr
 from gradtrace_recorder.torch_internals.dynamo import never_compiled
-from gradtrace_recorder.torch_internals.privates import found
+from gradtrace_recorder.torch_internals.modes import unasked
 from gradtrace_schemas.journal import NULL_BOOL, NULL_INT32, NULL_INT64, NULL_STRING
 from gradtrace_schemas.summary import STATE_PENDING
 
 # What autograd says of a Node without a number: AccumulateGrad.
 NO_SEQUENCE_NUMBER = 2**64 - 1
-_graph_task = found("torch._C._current_graph_task_id", lambda: -1)
-_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 _get_ident = threading.get_ident
 _clock = time.monotonic_ns
 
@@ -123,7 +122,7 @@ class NodeHooks:
         if not context.guard.is_open:
             return
         try:
-            task = _graph_task()
+            task = graph_task()
             if task != watch.task:
                 if watch.task is not None:
                     return
@@ -145,7 +144,7 @@ class NodeHooks:
                 self.replay.before(grad_outputs, context.totals.engine_calls)
             if (self.python_defined or torch.is_grad_enabled()) and self.makes_nodes:
                 # Reentrant checkpointing switches gradients on inside; create_graph has them on.
-                context.recording.attribution.node_begins(_get_sequence_nr(), self.frame)
+                context.recording.attribution.node_begins(sequence_nr(), self.frame)
                 self.is_maker = True
             if context.node_times is not None:
                 self.device_began = context.node_times.begin_node()
@@ -161,7 +160,7 @@ class NodeHooks:
         if not context.guard.is_open or self.index not in watch.running:
             return
         try:
-            if _graph_task() != watch.task:
+            if graph_task() != watch.task:
                 return
             end = _clock() - context.zero_ns
             del watch.running[self.index]
@@ -186,7 +185,7 @@ class NodeHooks:
     def _end_making(self, grad_inputs: Gradients, grad_outputs: Gradients) -> None:
         """What is made from here on is made by whatever ran before this Node."""
         self.is_maker = False
-        attribution, number = self.watch.context.recording.attribution, _get_sequence_nr()
+        attribution, number = self.watch.context.recording.attribution, sequence_nr()
         began = attribution.node_ends(number)
         if began is not None and attribution.must_tag:
             made = [gradient for gradient in grad_inputs if gradient is not None]
@@ -198,7 +197,7 @@ class NodeHooks:
         if not watch.context.guard.is_open or self.parameter is None:
             return
         try:
-            task = _graph_task()
+            task = graph_task()
             if watch.task is None and watch.may_begin_with_leaf:
                 watch.task = task
             if task == watch.task:

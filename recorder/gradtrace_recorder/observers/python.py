@@ -26,20 +26,16 @@ from gradtrace_recorder.recording.recording import Recording
 from gradtrace_recorder.recording.replay import NOT_REPLAYED, NodeReplay
 from gradtrace_recorder.state.attribution import Frame
 from gradtrace_recorder.state.naming import ParameterName
-from gradtrace_recorder.summaries.summariser import is_functorch_wrapped
 from gradtrace_recorder.summaries.values import NOTHING
+from gradtrace_recorder.torch_internals.autograd import FUNCTION_NODE
 from gradtrace_recorder.torch_internals.dynamo import never_compiled
 from gradtrace_recorder.torch_internals.leaf_tables import hook_first, take_off
-from gradtrace_recorder.torch_internals.privates import found
 from gradtrace_recorder.torch_internals.release import release_in_pieces, release_waiting
+from gradtrace_recorder.torch_internals.tensors import is_functorch_wrapped
 from gradtrace_schemas.journal import NULL_BOOL, NULL_INT32, NULL_STRING
 
 # event_index, node_name, root, module_fqn and call_index of the Node in which a pass failed, if it was in one.
 Culprit = tuple[int | None, int, int, int, int]
-
-
-# The class of Nodes of Functions that are defined in Python.
-_FUNCTION_NODE = found("torch.autograd.function.BackwardCFunction", ())
 
 
 class PythonObserver:
@@ -133,7 +129,7 @@ class PassWatch(RunningPass):
             elif recording.settings.modules:
                 continue
             hooks = NodeHooks(self, name, number, frame, occurrence)
-            hooks.python_defined = isinstance(node, _FUNCTION_NODE)
+            hooks.python_defined = isinstance(node, FUNCTION_NODE)
             if self._replay is not None:
                 hooks.replay = self._prepared(node, hooks.frame)
             self._hook(node, hooks)

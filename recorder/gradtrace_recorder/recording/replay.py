@@ -23,15 +23,15 @@ import torch
 
 from gradtrace_recorder.guard import is_of_a_signal_handler
 from gradtrace_recorder.summaries.handed_on import Gradients
-from gradtrace_recorder.summaries.summariser import (
+from gradtrace_recorder.torch_internals.autograd import FUNCTION_NODE, current_node, sequence_nr
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.modes import (
+    dispatch_modes,
     enable_record_function,
-    is_functorch_wrapped,
-    is_legacy_batched,
     profiler_enabled,
     unseen,
 )
-from gradtrace_recorder.torch_internals.dynamo import never_compiled
-from gradtrace_recorder.torch_internals.privates import found
+from gradtrace_recorder.torch_internals.tensors import is_functorch_wrapped, is_legacy_batched
 from gradtrace_schemas.journal import NULL_BOOL, NULL_FLOAT
 
 # Whether both runs agree, and how far they are apart, as a record holds them.
@@ -44,11 +44,6 @@ _PIECE = 1 << 20
 
 # Told that the graph is freed after them, they use up what they saved (`retain_variables` in derivatives.yaml, 2.13).
 _USES_UP = ("CudnnRnn", "MiopenRnn", "MkldnnRnn")
-
-_FUNCTION_NODE = found("torch.autograd.function.BackwardCFunction", ())
-_dispatch_modes = found("torch._C._len_torch_dispatch_stack", lambda: 0)
-_current_node = found("torch._C._current_autograd_node", lambda: None)
-_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 
 
 class _Running(threading.local):
@@ -69,7 +64,7 @@ class Replays:
     def prepared(self, node: Any, *, by_request: bool, is_leaf: bool = False) -> NodeReplay:
         """What to do with a chosen Node. `by_request`: a Function of the job's was asked for as such."""
         # An extension's Functions have no class of their own in Python (`CppNode`).
-        own = isinstance(node, _FUNCTION_NODE)
+        own = isinstance(node, FUNCTION_NODE)
         kind = type(node).__name__
         is_function = own or kind == "CppFunction"
         is_copy = kind == "CopySlices"
@@ -105,7 +100,7 @@ class NodeReplay:
     def before(self, grad_outputs: Gradients, engine_calls: int) -> None:
         """The Node is about to run. `engine_calls`: how often this step has entered the engine."""
         self._came = _versions(grad_outputs)
-        self._number = _get_sequence_nr()
+        self._number = sequence_nr()
         self._calls = engine_calls
 
     def again(
@@ -115,7 +110,7 @@ class NodeReplay:
         if self._never is not None:
             self._replays.skipped[self._never] += 1
             return NOT_REPLAYED
-        node = _current_node()
+        node = current_node()
         reason = "no Node is running" if node is None else None
         if reason is None and self._calls != engine_calls:
             reason = "ran a backward pass inside"
@@ -146,13 +141,13 @@ class NodeReplay:
         if torch.is_grad_enabled():
             # Formulas differ when they must be differentiable, and a second run would number Nodes.
             return "under create_graph"
-        if _dispatch_modes():
+        if dispatch_modes():
             return "a mode of the job's is on"
         if not self.is_first:
             return "a hook of the job's may have replaced what it gave"
         if _has_hooks(node):
             return "saved tensors with hooks"
-        if _get_sequence_nr() != self._number:
+        if sequence_nr() != self._number:
             return "made Nodes"
         if _versions(grad_outputs) != self._came:
             return "changed what came in"

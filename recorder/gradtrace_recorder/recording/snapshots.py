@@ -8,13 +8,9 @@ import torch
 
 from gradtrace_recorder.recording.recording import Recording
 from gradtrace_recorder.state.naming import ParameterName
-from gradtrace_recorder.summaries.summariser import unseen
 from gradtrace_recorder.summaries.values import FINGERPRINT, STATE
-from gradtrace_recorder.torch_internals.privates import found
+from gradtrace_recorder.torch_internals.modes import unseen
 from gradtrace_schemas.summary import STATE_PENDING
-
-# -1 where the calling thread runs no Node of any pass.
-current_graph_task = found("torch._C._current_graph_task_id", lambda: -1)
 
 
 def record_parameters_before(recording: Recording, root: int) -> None:
@@ -51,12 +47,6 @@ def record_gradients(
     summaries = recording.summariser.of_each([gradient for _, gradient in named])
     for (name, gradient), summary in zip(named, summaries, strict=True):
         recording.rows.gradient(name, point, backward_index, microbatch, gradient, summary)
-
-
-def inside_backward() -> bool:
-    """Whether the calling thread is running a Node, or a hook of one, of some backward pass."""
-    is_inside: bool = current_graph_task() != -1
-    return is_inside
 
 
 def rng_fingerprint(recording: Recording) -> int | None:

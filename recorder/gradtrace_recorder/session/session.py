@@ -140,7 +140,7 @@ class Session:
 
     def _open(self) -> Recording | None:
         from gradtrace_recorder.session.greeting import tell_beginning
-        from gradtrace_recorder.summaries.summariser import unseen
+        from gradtrace_recorder.torch_internals.modes import unseen
 
         begins = False
         try:

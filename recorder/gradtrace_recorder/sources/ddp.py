@@ -12,7 +12,7 @@ from torch import nn
 
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.recording.recording import Gate, Recording
-from gradtrace_recorder.recording.snapshots import inside_backward, record_gradients
+from gradtrace_recorder.recording.snapshots import record_gradients
 from gradtrace_recorder.sources.ddp_modules import (
     KnownDdp,
     OpenBucket,
@@ -24,6 +24,7 @@ from gradtrace_recorder.sources.groups import collective_seq, write_reducing_mod
 from gradtrace_recorder.sources.source import Source
 from gradtrace_recorder.state.passes import Pass
 from gradtrace_recorder.summaries.device.backends import is_on_device
+from gradtrace_recorder.torch_internals.autograd import inside_backward
 from gradtrace_recorder.torch_internals.relays import RELAYS, Relay, hook_name
 
 P = ParamSpec("P")

@@ -25,20 +25,20 @@ from gradtrace_recorder.observers.python import (
 from gradtrace_recorder.recording.recording import Gate, Recording
 from gradtrace_recorder.recording.replay import RUNNING
 from gradtrace_recorder.recording.snapshots import (
-    current_graph_task,
-    inside_backward,
     record_gradients,
 )
 from gradtrace_recorder.sources.source import Source, Sources
 from gradtrace_recorder.state.passes import Pass
 from gradtrace_recorder.state.versions import Change
 from gradtrace_recorder.summaries.device.times import Moment
-from gradtrace_recorder.summaries.summariser import is_functorch_wrapped, unasked, unseen
+from gradtrace_recorder.torch_internals.autograd import graph_task, inside_backward
 from gradtrace_recorder.torch_internals.dry_runs import is_dry_run
 from gradtrace_recorder.torch_internals.dynamo import never_compiled, traces_a_graph
+from gradtrace_recorder.torch_internals.modes import unasked, unseen
 from gradtrace_recorder.torch_internals.privates import found
 from gradtrace_recorder.torch_internals.relays import RELAYS
 from gradtrace_recorder.torch_internals.standing import TOLD, has_room
+from gradtrace_recorder.torch_internals.tensors import is_functorch_wrapped
 from gradtrace_schemas.journal import (
     AFTER_BACKWARD,
     IN_BACKWARD,
@@ -129,9 +129,9 @@ class EngineSource(Source):
             watch = open_passes[-1].watch
             if watch is not None and watch.task is None:
                 # Called from a hook that ran before the outer pass's first Node: this is its task.
-                watch.task = current_graph_task()
+                watch.task = graph_task()
         elif not top_level:
-            opened.parent = self._index_of_task(current_graph_task())
+            opened.parent = self._index_of_task(graph_task())
         self._open[serial] = opened
         try:
             self._sources.pass_begins(recording, opened)

@@ -16,27 +16,27 @@ from gradtrace_recorder.journal.writer import INSIDE, NOWHERE, Place
 from gradtrace_recorder.recording.recording import Gate, Left, Recording
 from gradtrace_recorder.recording.replay import RUNNING
 from gradtrace_recorder.recording.snapshots import (
-    inside_backward,
     record_parameters_before,
     rng_fingerprint,
 )
-from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone, is_of_a_compiler
+from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone
 from gradtrace_recorder.sources.groups import Groups
 from gradtrace_recorder.sources.source import Source, Sources
 from gradtrace_recorder.state.attribution import Frame, RootCall
 from gradtrace_recorder.state.naming import ModuleName, holds_parameters, unwrapped
 from gradtrace_recorder.state.passes import Pass
-from gradtrace_recorder.summaries.summariser import named_tensors, unasked
+from gradtrace_recorder.summaries.nested import named_tensors
 from gradtrace_recorder.summaries.values import Packed
+from gradtrace_recorder.torch_internals.autograd import inside_backward, sequence_nr
 from gradtrace_recorder.torch_internals.dry_runs import is_dry_run
 from gradtrace_recorder.torch_internals.dynamo import never_compiled
-from gradtrace_recorder.torch_internals.privates import found
+from gradtrace_recorder.torch_internals.frames import is_of_a_compiler
+from gradtrace_recorder.torch_internals.modes import unasked
 from gradtrace_recorder.torch_internals.standing import TOLD, no_module_runs
 from gradtrace_schemas.journal import AFTER_MODULE, IN_MODULE, NULL_INT32
 
 _clock = time.monotonic_ns
 _get_ident = threading.get_ident
-_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 
 
 class ModuleSource(Source):
@@ -115,7 +115,7 @@ class ModuleSource(Source):
         recording = self._gate.recording
         if self.guard.is_open and recording is not None and torch.is_grad_enabled():
             stack = self._local.stack
-            recording.attribution.mark(_get_sequence_nr(), stack[-1].frame if stack else None)
+            recording.attribution.mark(sequence_nr(), stack[-1].frame if stack else None)
 
     def _own_hooks_done(
         self, module: nn.Module, call: Call, args: Any, kwargs: Any, output: Any
@@ -145,7 +145,7 @@ class ModuleSource(Source):
             return
         name = recording.names.module(module)
         if name is None:
-            if is_of_a_compiler(module):
+            if is_of_a_compiler(unwrapped(module)):
                 return
             around = stack[-1].name if stack else None
             name = recording.names.adopt(module, around.root if around is not None else None)
@@ -186,7 +186,7 @@ class ModuleSource(Source):
             call.phase, outer,
         )  # fmt: skip
         if grad_mode:
-            call.began = began = _get_sequence_nr()
+            call.began = began = sequence_nr()
             recording.attribution.mark(began, frame)
             recording.versions.went_in(began, frame, args)
         if name.wraps and grad_mode:
@@ -232,7 +232,7 @@ class ModuleSource(Source):
         library = None if native is None else native.library
         if self._local.forget_abandoned(entering=entering, library=library):
             no_module_runs()
-            recording.attribution.lost(_get_sequence_nr())
+            recording.attribution.lost(sequence_nr())
             recording.journal.move(_get_ident(), recording.timeline.now(), NOWHERE)
 
     def _innermost(self, stack: list[Call], module: nn.Module) -> Call | None:
@@ -270,7 +270,7 @@ class ModuleSource(Source):
             recording.left = Left(error, inside, place)
         if call.frame is not None and torch.is_grad_enabled():
             outer = stack[-1].frame if stack else None
-            attribution, number = recording.attribution, _get_sequence_nr()
+            attribution, number = recording.attribution, sequence_nr()
             attribution.mark(number, outer)
             if rest:
                 recording.versions.came_out(number, call.frame, args, (rest[1],))

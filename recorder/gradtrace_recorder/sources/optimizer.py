@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.recording.recording import Gate, Recording
-from gradtrace_recorder.recording.snapshots import inside_backward
 from gradtrace_recorder.sources.closures import closure_of, with_closure_seen
 from gradtrace_recorder.sources.optimizer_rows import OptimizerRows
 from gradtrace_recorder.sources.source import Source
-from gradtrace_recorder.summaries.summariser import unasked
+from gradtrace_recorder.torch_internals.autograd import inside_backward, sequence_nr
 from gradtrace_recorder.torch_internals.call_sites import passed_over
 from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.frames import is_inside_another_step
+from gradtrace_recorder.torch_internals.modes import unasked
 from gradtrace_recorder.torch_internals.privates import found
 from gradtrace_recorder.torch_internals.standing import TOLD
 from gradtrace_schemas.journal import AFTER_OPTIMIZER, IN_OPTIMIZER, NULL_INT32
-
-_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 
 _NewArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -111,7 +108,7 @@ class OptimizerSource(Source):
         self, recording: Recording, optimizer: Optimizer, args: Any, kwargs: Any
     ) -> _NewArguments | None:
         local, rows = self._local, self._rows
-        if local.stack and not _is_inside_another():
+        if local.stack and not is_inside_another_step():
             local.stack.clear()  # an earlier step raised, and no hook told us
         stack = local.stack
         timeline = recording.timeline
@@ -210,7 +207,7 @@ class OptimizerSource(Source):
         recording.journal.move(threading.get_ident(), at_ns, place)
         if timeline.is_recorded:
             recording.versions.optimizer(
-                _get_sequence_nr(),
+                sequence_nr(),
                 type(optimizer).__name__,
                 (p for group in optimizer.param_groups for p in group["params"]),
                 is_over=kind == AFTER_OPTIMIZER,
@@ -253,18 +250,4 @@ def _skipped_inside(scaler: Any, optimizer: Any) -> bool | None:
     return any(bool(one) for one in found.values())
 
 
-def _is_inside_another() -> bool:
-    """Whether the step that is just beginning is made by another optimizer's step, or by its closure.
-
-    Source: torch/optim/optimizer.py, `Optimizer.profile_hook_step` (2.13): its wrapper calls the hooks.
-    """
-    frame: Any = sys._getframe(1)
-    running = 0
-    while frame is not None:
-        if frame.f_code.co_name == "wrapper" and frame.f_globals is vars(torch_optimizer):
-            running += 1
-        frame = frame.f_back
-    return running > 1
-
-
-never_compiled(OptimizerSource, _is_inside_another)
+never_compiled(OptimizerSource)

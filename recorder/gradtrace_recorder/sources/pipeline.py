@@ -24,9 +24,9 @@ from gradtrace_recorder.sources.stage_waits import (
 )
 from gradtrace_recorder.state.actions import FORWARD, FULL, INPUT, WEIGHT, Action, OwnAction
 from gradtrace_recorder.state.naming import holds_parameters
-from gradtrace_recorder.summaries.summariser import unasked, unseen
 from gradtrace_recorder.summaries.values import Packed
 from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.modes import unasked, unseen
 from gradtrace_recorder.torch_internals.stages import STAGES, WAIT
 
 _FUNCTIONS = {

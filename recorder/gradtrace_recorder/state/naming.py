@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradtrace_recorder.torch_internals.privates import found
-
-_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
+from gradtrace_recorder.torch_internals.autograd import sequence_nr
 
 # A wrapper owns the model under this attribute, and its name is no part of an FQN.
 _WRAPPER_ATTRIBUTES = {
@@ -80,7 +78,7 @@ class _Place:
         _: object,
         # By reference: where the job's modules outlive ours at the interpreter's end, the names here are None by then.
         get_ident: Callable[[], int] = threading.get_ident,
-        get_sequence_nr: Callable[[], int] = _get_sequence_nr,
+        get_sequence_nr: Callable[[], int] = sequence_nr,
     ) -> None:
         self.gone = get_ident(), get_sequence_nr()
 

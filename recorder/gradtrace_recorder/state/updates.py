@@ -17,7 +17,7 @@ import torch
 
 from gradtrace_recorder.state.naming import Names, walk
 from gradtrace_recorder.state.timeline import Timeline
-from gradtrace_recorder.summaries.summariser import unseen
+from gradtrace_recorder.torch_internals.modes import unseen
 
 # Values of so many tensors are read, so many elements of each.
 _MOST_SAMPLES, _SAMPLE = 8, 1024

@@ -19,15 +19,14 @@ from typing import Any
 import torch
 
 from gradtrace_recorder.state.attribution import Frame
-from gradtrace_recorder.torch_internals.privates import found
+from gradtrace_recorder.torch_internals.modes import function_modes
+from gradtrace_recorder.torch_internals.tensors import is_functorch_wrapped
 
 # About 3 MB; what was seen before is forgotten.
 _MOST_SIGHTINGS = 20_000
 _VERSIONS = re.compile(r"is at version (\d+); expected version (\d+) instead")
 
 _address = getattr(torch._C, "_data_address", None) or torch.Tensor.data_ptr
-_modes = found("torch._C._len_torch_function_stack", lambda: 0)
-_is_wrapped = found("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 _LEAVING = ("out", "passed")
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 
@@ -80,7 +79,7 @@ class Versions:
             _address(tensor)
             for tensor in _saved(node)
             if type(tensor) in (_Tensor, _Parameter)
-            and not _is_wrapped(tensor)
+            and not is_functorch_wrapped(tensor)
             and tensor._version == found
         }
         stale.discard(0)  # of tensors without memory, which all have that address
@@ -106,7 +105,7 @@ class Versions:
     def _look(self, number: int, how: str, where: Any, tensors: Iterable[Any]) -> None:
         """Twice a module call, so it asks nothing first: what has no one address (sparse, functorch's wrappers) or no
         version (made under inference_mode) raises, and is left out."""
-        if _modes():
+        if function_modes():
             return  # a function mode of the job would see us look
         see = self._sightings.append
         for tensor in tensors:

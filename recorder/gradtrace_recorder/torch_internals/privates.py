@@ -37,7 +37,8 @@ class Private:
 
     `sources` are those that record nothing without it; with none, what it is used for is done without. `probe`
     raises where it is not what it was; `is_whole` ones change what all threads share, and are for a process that trains
-    nothing. Nothing is asked before `module` has been imported.
+    nothing. Nothing is asked before `module` has been imported. `proved_on` are the releases on which it was found as
+    it should be.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Private:
     probe: Callable[[], None] | None = None
     module: str | None = None
     is_whole: bool = False
+    proved_on: tuple[str, ...] = TESTED_TORCH
 
     @property
     def is_path(self) -> bool:
@@ -56,13 +58,14 @@ class Private:
 @dataclass(frozen=True)
 class Finding:
     """What became of one name. `source` names what is not recorded without it, "" for none; `detail` says what is
-    wrong, or why it was not asked."""
+    wrong, or why it was not asked; `proved_on` are the releases of torch on which it was found as it should be."""
 
     name: str
     used_for: str
     source: str
     ok: bool
     detail: str
+    proved_on: tuple[str, ...] = TESTED_TORCH
 
 
 def _pipelining(part: str) -> str:
@@ -70,6 +73,7 @@ def _pipelining(part: str) -> str:
 
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
+_SINCE_2_9 = TESTED_TORCH[1:]  # 2.6 has no such thing, and is done without
 
 PRIVATES = (
     Private("torch.autograd.Variable._execution_engine", "seeing every backward pass", (BACKWARD,), probes.engine),
@@ -93,7 +97,8 @@ PRIVATES = (
             probes.module_hook_arguments),
     Private("torch.nn.modules.module._global_forward_hooks", "leaving no hook behind", (MODULES,)),
     Private("torch.nn.modules.module._global_forward_hooks_with_kwargs", "leaving no hook behind", (MODULES,)),
-    Private("torch.nn.modules.module._has_any_global_hook", "keeping torch.compile from warning of our hooks"),
+    Private("torch.nn.modules.module._has_any_global_hook", "keeping torch.compile from warning of our hooks",
+            proved_on=_SINCE_2_9),
     Private("torch.nn.Module._call_impl", "knowing which calls of modules still run", (MODULES,), probes.module_calls),
     Private("module._parameters, module._forward_hooks", "naming modules and parameters", (MODULES,),
             probes.module_tables),
@@ -135,9 +140,9 @@ PRIVATES = (
     Private("torch.distributed.algorithms.join.Join.notify_join_context", "the divisor under join()", (DDP,),
             module="torch.distributed.distributed_c10d"),
     Private(f"{_FSDP}._fsdp_collectives.DefaultReduceScatter", "reductions of FSDP2",
-            module=f"{_FSDP}._fsdp_collectives"),
+            module=f"{_FSDP}._fsdp_collectives", proved_on=_SINCE_2_9),
     Private(f"{_FSDP}.FSDPModule.set_custom_reduce_scatter", "reductions of FSDP2",
-            module=f"{_FSDP}._fsdp_collectives"),
+            module=f"{_FSDP}._fsdp_collectives", proved_on=_SINCE_2_9),
     Private(_pipelining("stage._PipelineStageBase.forward_one_chunk"), "forwards of stages", (PIPELINE,),
             module=_pipelining("schedules")),
     Private(_pipelining("stage._PipelineStageBase.backward_one_chunk"), "backwards of stages", (PIPELINE,),
@@ -244,7 +249,8 @@ def is_first_rank() -> bool:
 def _finding(private: Private, *, tries: bool = True) -> Finding:
     if private.module is not None and private.module not in sys.modules:
         return Finding(
-            private.name, private.used_for, ", ".join(private.sources), True, f"{private.module} is not imported"
+            private.name, private.used_for, ", ".join(private.sources), True, f"{private.module} is not imported",
+            private.proved_on,
         )  # fmt: skip
     try:
         if private.is_path:
@@ -259,7 +265,8 @@ def _finding(private: Private, *, tries: bool = True) -> Finding:
 
 
 def _of(private: Private, detail: str) -> Finding:
-    return Finding(private.name, private.used_for, ", ".join(private.sources), not detail, detail)
+    sources = ", ".join(private.sources)
+    return Finding(private.name, private.used_for, sources, not detail, detail, private.proved_on)
 
 
 def _is_gone(private: Private) -> bool:
