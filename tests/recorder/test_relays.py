@@ -156,7 +156,7 @@ def test_our_own_failure_at_a_bucket_changes_no_gradient(tmp_path: Path) -> None
     def broken(self: Rows, *args: object, **fields: object) -> None:
         raise ValueError("broken on purpose")
 
-    original, Rows.hold_bucket = Rows.hold_bucket, broken  # type: ignore[method-assign]
+    original, Rows.hold_bucket = Rows.hold_bucket, broken  # type: ignore[method-assign, assignment]
     try:
         with recording(tmp_path / "run", strict=False):
             seen = [backward(net), backward(net)]

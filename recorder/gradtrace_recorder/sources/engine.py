@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 import traceback
 from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from gradtrace_recorder.guard import Guard
 from gradtrace_recorder.journal.writer import INSIDE, NOWHERE, Place
@@ -27,18 +24,16 @@ from gradtrace_recorder.recording.replay import RUNNING
 from gradtrace_recorder.recording.snapshots import (
     record_gradients,
 )
+from gradtrace_recorder.sources.engine_calls import argument, is_no_pass, scalar
 from gradtrace_recorder.sources.source import Source, Sources
 from gradtrace_recorder.state.passes import Pass
 from gradtrace_recorder.state.versions import Change
 from gradtrace_recorder.summaries.device.times import Moment
 from gradtrace_recorder.torch_internals.autograd import graph_task, inside_backward
-from gradtrace_recorder.torch_internals.dry_runs import is_dry_run
-from gradtrace_recorder.torch_internals.dynamo import never_compiled, traces_a_graph
-from gradtrace_recorder.torch_internals.modes import unasked, unseen
-from gradtrace_recorder.torch_internals.privates import found
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.modes import unasked
 from gradtrace_recorder.torch_internals.relays import RELAYS
 from gradtrace_recorder.torch_internals.standing import TOLD, has_room
-from gradtrace_recorder.torch_internals.tensors import is_functorch_wrapped
 from gradtrace_schemas.journal import (
     AFTER_BACKWARD,
     IN_BACKWARD,
@@ -48,7 +43,6 @@ from gradtrace_schemas.journal import (
 )
 
 _get_ident = threading.get_ident
-_NO_DISPATCH = found("torch._C._disabled_torch_dispatch_impl", None)
 # Of Python's that the hooks on a Node may need, whatever the tensors.
 PASS_FRAMES = 80
 
@@ -93,7 +87,7 @@ class EngineSource(Source):
         try:
             with unasked():
                 recording = self._gate.enter()
-                if recording is not None and not _is_no_pass():
+                if recording is not None and not is_no_pass():
                     return self._begin(recording, args, kwargs)
         except Exception as error:
             self.guard.failed(error)
@@ -106,11 +100,11 @@ class EngineSource(Source):
         entered = timeline.now()
         if recording.parked is not None:
             recording.parked()
-        accumulates = bool(_argument("accumulate_grad", 6, args, kwargs, False))
+        accumulates = bool(argument("accumulate_grad", 6, args, kwargs, False))
         top_level = not inside_backward()
         if top_level:
             if timeline.is_by_parameters:
-                recording.updates.engine_called(_argument("tensors", 0, args, kwargs, ()))
+                recording.updates.engine_called(argument("tensors", 0, args, kwargs, ()))
             timeline.activity()
             recording.names.is_settled = True
         totals = timeline.totals
@@ -166,16 +160,16 @@ class EngineSource(Source):
         if recording.timeline.is_recorded:
             if top_level and (accumulates or half == "weight") and recording.settings.records_state:
                 self._record_carried(recording, index)
-            outputs = _argument("tensors", 0, args, kwargs, ())
+            outputs = argument("tensors", 0, args, kwargs, ())
             first = outputs[0] if len(outputs) else None
-            opened.loss = _scalar(first, recording)
+            opened.loss = scalar(first, recording)
             if recording.flight is not None:
                 recording.flight.saw_loss(opened.loss)
             call = EngineCall(
                 opened.serial,
                 index,
                 accumulates,
-                bool(_argument("create_graph", 3, args, kwargs, False)),
+                bool(argument("create_graph", 3, args, kwargs, False)),
                 half,
                 follows_half,
                 opened.stage_index,
@@ -360,44 +354,6 @@ class _OpenPass(Pass):
         failure = RELAYS.own_failure(error)
         self.source.end(self, failure or error, outputs)
         return failure
-
-
-def _argument(
-    name: str, place: int, args: Sequence[Any], kwargs: dict[str, Any], default: Any
-) -> Any:
-    """An argument of `run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs,
-    allow_unreachable, accumulate_grad)`. Source: torch/csrc/autograd/python_engine.cpp."""
-    return args[place] if len(args) > place else kwargs.get(name, default)
-
-
-def _scalar(output: Any, recording: Recording) -> float | None:
-    if recording.native is not None and isinstance(output, torch.Tensor):
-        value: float | None = recording.native.library.scalar(output)
-        if value is not None:
-            return value
-    if (
-        isinstance(output, torch.Tensor)
-        and not is_functorch_wrapped(output)
-        and type(output).__torch_dispatch__ is _NO_DISPATCH
-        and output.device.type == "cpu"
-        and output.numel() == 1
-        and not output.is_complex()
-    ):
-        with unseen():
-            return float(output.detach())
-    return None
-
-
-def _is_no_pass() -> bool:
-    """Whether this call into the engine is none of the job's, or none that may be watched."""
-    return _compiled_autograd() or is_dry_run() or traces_a_graph()
-
-
-def _compiled_autograd() -> bool:
-    """Whether the engine is replaced by compiled autograd, under which no hook may be attached."""
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    # Another thread may be importing it: it lacks what it will have.
-    return bool(getattr(compiled, "compiled_autograd_enabled", False))
 
 
 never_compiled(EngineSource, _OpenPass)

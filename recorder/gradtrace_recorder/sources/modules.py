@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from gradtrace_recorder.recording.snapshots import (
 )
 from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone
 from gradtrace_recorder.sources.groups import Groups
+from gradtrace_recorder.sources.inputs import Inputs
 from gradtrace_recorder.sources.source import Source, Sources
 from gradtrace_recorder.state.attribution import Frame, RootCall
 from gradtrace_recorder.state.naming import ModuleName, holds_parameters, unwrapped
@@ -56,7 +56,7 @@ class ModuleSource(Source):
         self._calls: dict[tuple[int, int, str, int], int] = {}
         self._calls_at: tuple[int, int | None] = (-1, -1)
         self._parameters_at: dict[int, int] = {}
-        self._signatures: dict[type, list[str]] = {}
+        self._inputs = Inputs()
         self._phases: dict[str, int] = {}
 
     def attach(self) -> None:
@@ -192,7 +192,7 @@ class ModuleSource(Source):
         if name.wraps and grad_mode:
             self._sources.wrapper_called(recording, module)
         if not stack and not in_backward:
-            self._record_inputs(recording, module, name, index, args)
+            self._inputs.record(recording, module, name, index, args)
         summariser = recording.summariser
         if not summariser.off and (self._is_row(recording, name) or name.is_compiled):
             call.inputs = summariser.of_all(args)
@@ -307,9 +307,7 @@ class ModuleSource(Source):
                 None if is_off else recording.summariser.of_all(output),
             )
         if not stack and not inside_backward():
-            for key, tensor in named_tensors(kwargs):
-                summary = recording.summariser.of(tensor)
-                recording.rows.input(name.root, frame.call_index, key, tensor, summary)
+            self._inputs.record_named(recording, name, frame.call_index, kwargs)
             if frame.root_call is not None:
                 timeline.totals.forward_ns += end - call.start_ns
                 if not any(t.requires_grad for _, t in named_tensors(output)):
@@ -341,21 +339,6 @@ class ModuleSource(Source):
             self._parameters_at[name.root] = timeline.step
             record_parameters_before(recording, name.root)
         return root_call
-
-    def _record_inputs(
-        self,
-        recording: Recording,
-        module: nn.Module,
-        name: ModuleName,
-        call_index: int,
-        args: tuple[Any, ...],
-    ) -> None:
-        names = self._argument_names(unwrapped(module))
-        for position, argument in enumerate(args):
-            own = names[position] if position < len(names) else f"args.{position}"
-            for key, tensor in named_tensors(argument, own):
-                summary = recording.summariser.of(tensor)
-                recording.rows.input(name.root, call_index, key, tensor, summary)
 
     def _with_kwargs(
         self, recording: Recording, inputs: Packed | None, kwargs: dict[str, Any]
@@ -393,22 +376,6 @@ class ModuleSource(Source):
         if number is None:
             number = self._phases[phase] = recording.journal.string(phase)
         return number
-
-    def _argument_names(self, module: nn.Module) -> list[str]:
-        kind = type(module)
-        names = self._signatures.get(kind)
-        if names is None:
-            try:
-                parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
-                positional = (
-                    inspect.Parameter.POSITIONAL_ONLY,
-                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                )
-                names = [p.name for p in parameters if p.kind in positional]
-            except (AttributeError, TypeError, ValueError):
-                names = []
-            self._signatures[kind] = names
-        return names
 
 
 never_compiled(ModuleSource)
