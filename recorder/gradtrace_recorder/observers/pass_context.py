@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -38,8 +37,7 @@ class EngineCall(NamedTuple):
     is_alone: Callable[[], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class PassContext:
+class PassContext(NamedTuple):
     """Into what a pass is recorded, and how the engine was called.
 
     `half_done` are numbers of the Nodes that input halves of the step have run, None where that does not matter, or is

@@ -23,8 +23,7 @@ from gradtrace_recorder.torch_internals.tensors import (
     is_lazy,
     is_plain,
     local_shard,
-    why_no_values,
-    why_not_now,
+    why_unreadable,
 )
 from gradtrace_schemas.journal import MAX_DIMENSIONS, NULL_BOOL
 from gradtrace_schemas.summary import STATE_FULL, STATE_NORMS, STATE_PENDING, STATE_SHAPE
@@ -56,6 +55,7 @@ class Summariser:
         self._state = STATE_NORMS if self._norms_only else STATE_FULL
         self._journal = journal
         self._devices = devices
+        self._reads = _nowhere if devices is None else devices.has
         self._dtypes: dict[torch.dtype, int] = {}
         if library is None:
             self._ways = TorchSummary(norms_only=self._norms_only)
@@ -67,7 +67,7 @@ class Summariser:
         """The tensor's packed summary; None where summaries are off."""
         if self.off:
             return None
-        reason = self._unreadable(tensor)
+        reason = why_unreadable(tensor, self._reads)
         if reason is not None:
             return self._unread(tensor, reason)
         try:
@@ -100,7 +100,7 @@ class Summariser:
                 plain = {
                     at: tensor.detach()
                     for at, tensor in enumerate(tensors)
-                    if is_plain(tensor) and self._unreadable(tensor) is None
+                    if is_plain(tensor) and why_unreadable(tensor, self._reads) is None
                 }
                 numbers = self._ways.each(list(plain.values()))
                 for (at, tensor), found in zip(plain.items(), numbers, strict=True):
@@ -156,8 +156,8 @@ class Summariser:
             if (
                 own is not None
                 and devices.has(own.device)
-                and self._unreadable(tensor) is None
-                and self._unreadable(own) is None
+                and why_unreadable(tensor, self._reads) is None
+                and why_unreadable(own, self._reads) is None
                 and own.numel()
             ):
                 together.setdefault(own.device, {})[place] = own
@@ -217,18 +217,6 @@ class Summariser:
             self._state,
         )
 
-    def _unreadable(self, tensor: torch.Tensor) -> str | None:
-        """Why a tensor's values cannot be read here, or None where they can."""
-        reason = why_no_values(tensor)
-        if reason is not None:
-            return reason
-        if tensor.device.type != "cpu" and (
-            self._devices is None or not self._devices.has(tensor.device)
-        ):
-            # Reading its values would synchronise.
-            return f"on {tensor.device.type}"
-        return why_not_now(tensor)
-
     def _unread(self, tensor: torch.Tensor, reason: str) -> Packed:
         self.unsummarised[reason] += 1
         try:
@@ -242,6 +230,10 @@ class Summariser:
         if number is None:
             number = self._dtypes[dtype] = self._journal.string(str(dtype).removeprefix("torch."))
         return number
+
+
+def _nowhere(device: torch.device) -> bool:
+    return False
 
 
 def shape_fields(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,19 +21,18 @@ _tracing_state = found("torch._C._get_tracing_state", lambda: None)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def why_no_values(tensor: torch.Tensor) -> str | None:
-    """Why it has no values that could be read, wherever it lies; None where it has."""
+def why_unreadable(tensor: torch.Tensor, reads: Callable[[torch.device], bool]) -> str | None:
+    """Why a tensor's values cannot be read now, or None where they can. `reads` says of a device other than the CPU
+    whether its tensors are."""
     if is_functorch_wrapped(tensor) or is_legacy_batched(tensor):
         return "functorch wrapper"
     if is_lazy(tensor):
         return "not yet initialised"
     if tensor.is_quantized:
         return "quantized"
-    return None
-
-
-def why_not_now(tensor: torch.Tensor) -> str | None:
-    """Why values that it may have cannot be read now; None where they can."""
+    if tensor.device.type != "cpu" and not reads(tensor.device):
+        # Reading its values would synchronise.
+        return f"on {tensor.device.type}"
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     if isinstance(tensor, getattr(fake, "FakeTensor", ())):  # another thread may be importing it
         return "fake tensor"
