@@ -90,7 +90,7 @@ def nothing_left_behind() -> Iterator[None]:
     assert [t.name for t in threading.enumerate() if t.name.startswith("gradtrace")] == []
     import sys
 
-    assert not getattr(sys.modules.get("gradtrace_recorder.drain"), "DRAINING", None)
+    assert not getattr(sys.modules.get("gradtrace_recorder.drain.drain"), "DRAINING", None)
     if "torch" not in sys.modules:
         return
     import torch

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gradtrace_recorder.actions import OwnAction
-    from gradtrace_recorder.recording import Recording
-    from gradtrace_recorder.tripwire import Tripwire
+    from gradtrace_recorder.recording.recording import Recording
+    from gradtrace_recorder.session.tripwire import Tripwire
+    from gradtrace_recorder.state.actions import OwnAction
 
 __version__ = "0.1.0"
 __all__ = ["build_native", "microbatch", "note", "pause", "stage", "start", "step", "stop"]
@@ -55,7 +55,7 @@ def start(directory: str | os.PathLike[str], **settings: str | bool | int) -> St
     settings file is read. A relative `directory` begins in the one in which the process was started.
     Raises SettingsError (a ValueError) for one that cannot be read, RuntimeError where recording is on already.
     """
-    from gradtrace_recorder.settings import settings_of
+    from gradtrace_recorder.settings.variables import settings_of
 
     return Started(start_session(settings_of(directory, **settings)))
 
@@ -132,7 +132,7 @@ def stage(index: int, microbatch: int, kind: str) -> Iterator[OwnAction]:
     torch's own schedules run are seen without it. Raises TypeError or ValueError for what is no stage, microbatch or
     kind, whether anything is recorded or not.
     """
-    from gradtrace_recorder.actions import KINDS, OwnAction
+    from gradtrace_recorder.state.actions import KINDS, OwnAction
 
     if kind not in KINDS:
         raise ValueError(f"an action of a stage is one of {', '.join(KINDS)}, not {kind!r}")

@@ -37,7 +37,7 @@ def _self_test(*, as_json: bool) -> int:
 
     import torch
 
-    from gradtrace_recorder.privates import TESTED_TORCH, self_test
+    from gradtrace_recorder.torch_internals.privates import TESTED_TORCH, self_test
 
     findings = self_test()
     failed = [finding for finding in findings if not finding.ok]
@@ -50,7 +50,8 @@ def _self_test(*, as_json: bool) -> int:
         return status
     for finding in failed:
         without = f"the {finding.source} records nothing" if finding.source else "done without"
-        print(f"{finding.name}: {finding.detail} (for {finding.used_for}; {without})")
+        proved = f"it was as it should be on {', '.join(finding.proved_on)}"
+        print(f"{finding.name}: {finding.detail} (for {finding.used_for}; {without}; {proved})")
     print(
         f"{len(findings) - len(failed)} of {len(findings)} self-tests pass on torch {torch.__version__}"
     )

@@ -14,9 +14,9 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradtrace_recorder.session import Session
-    from gradtrace_recorder.settings import Settings
-    from gradtrace_recorder.tripwire import Tripwire
+    from gradtrace_recorder.session.session import Session
+    from gradtrace_recorder.session.tripwire import Tripwire
+    from gradtrace_recorder.settings.variables import Settings
 
 OLDEST_TORCH = (2, 6)
 OLDEST_PYTHON = (3, 10)
@@ -33,7 +33,7 @@ def start_from_env() -> None:
         _look_at_the_end()
         return
     try:
-        from gradtrace_recorder.settings import settings_from
+        from gradtrace_recorder.settings.variables import settings_from
 
         settings = settings_from()
         if settings is not None:
@@ -75,7 +75,7 @@ def _tell_if_in_vain(pid: int) -> None:
                 "Python starts, or before the import, or call gradtrace_recorder.start()"
             )
             return
-        from gradtrace_recorder.settings import unknown_variables
+        from gradtrace_recorder.settings.variables import unknown_variables
 
         for sentence in unknown_variables(os.environ):
             _say(f"nothing of this process was recorded: {sentence}")
@@ -104,7 +104,7 @@ def start_session(settings: Settings) -> Tripwire:
             f"gradtrace needs torch {_dotted(OLDEST_TORCH)} and Python {_dotted(OLDEST_PYTHON)} or newer, "
             f"this is torch {torch.__version__} and Python {sys.version.split()[0]}"
         )
-    from gradtrace_recorder.tripwire import Tripwire
+    from gradtrace_recorder.session.tripwire import Tripwire
 
     tripwire = Tripwire(settings)
     tripwire.set()

@@ -16,7 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradtrace_recorder.settings import Settings, SettingsError, settings_from, unknown_variables
+from gradtrace_recorder.settings.variables import (
+    Settings,
+    SettingsError,
+    settings_from,
+    unknown_variables,
+)
 
 _PACKAGES = ("gradtrace", "torch", "pyarrow", "numpy")
 _SHARED_MEMORY = "/dev/shm"
@@ -106,7 +111,7 @@ def _entry_points() -> list[importlib.metadata.EntryPoint]:
 def _journal_bytes() -> int | None:
     """How much a rank allocates when it begins; None where pyarrow or numpy is missing."""
     try:
-        from gradtrace_recorder.journal import HALF_RECORDS
+        from gradtrace_recorder.journal.writer import HALF_RECORDS
         from gradtrace_schemas.journal import RECORD_BYTES
     except ImportError:
         return None
@@ -160,7 +165,7 @@ def _torch(settings: Settings | None) -> dict[str, Any]:
     try:
         import torch
 
-        from gradtrace_recorder.privates import TESTED_TORCH
+        from gradtrace_recorder.torch_internals.privates import TESTED_TORCH
 
         facts: dict[str, Any] = {
             "torch": {"version": str(torch.__version__), "tested": list(TESTED_TORCH)},

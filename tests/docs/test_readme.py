@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradtrace_recorder.settings import VARIABLES
+from gradtrace_recorder.settings.variables import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from gradtrace_recorder.agreement import agreed
+from gradtrace_recorder.launch.agreement import agreed
 
 SERVER = """
 import sys

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from gradtrace_recorder import claim as claims
-from gradtrace_recorder.claim import claim_place
-from gradtrace_recorder.identity import Identity
-from gradtrace_recorder.launchers import How, Launcher, current_launcher
+from gradtrace_recorder.launch import claim as claims
+from gradtrace_recorder.launch.claim import claim_place
+from gradtrace_recorder.launch.identity import Identity
+from gradtrace_recorder.launch.launchers import How, Launcher, current_launcher
 from gradtrace_schemas import layout
 
 HOUR = 3600 * 10**9

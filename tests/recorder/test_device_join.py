@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from gradtrace_recorder import drain
-from gradtrace_recorder.claim import Claim
+from gradtrace_recorder.drain import drain
+from gradtrace_recorder.drain.join import LOST, Joiner
 from gradtrace_recorder.guard import Problems
-from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.journal.writer import JournalWriter
+from gradtrace_recorder.launch.claim import Claim
 from gradtrace_recorder.summaries.device.devices import pending
-from gradtrace_recorder.summaries.device.join import LOST, Joiner
 from gradtrace_recorder.summaries.device.ring import Ring
 from gradtrace_recorder.summaries.device.rows import WORDS, row_of
 from gradtrace_recorder.summaries.device.times import DeviceTimes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradtrace_recorder.environment import autocast, command_line, environment, git_commit
+from gradtrace_recorder.launch.environment import autocast, command_line, environment, git_commit
 from support.recordings.in_process import recording, rows
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gradtrace_recorder.greeting import COSTS, greeting, speaks
-from gradtrace_recorder.settings import settings_of
+from gradtrace_recorder.session.greeting import COSTS, greeting, speaks
+from gradtrace_recorder.settings.variables import settings_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "internals" / "performance.md"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.journal.writer import JournalWriter
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.batches import arrow_table
 from gradtrace_schemas.journal import (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.journal.writer import JournalWriter
 from gradtrace_recorder.observers.native.journal import NativeJournal
 from support.environment import native_observer
 from support.recordings.in_process import recording, rows

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradtrace_recorder.journal import NOWHERE, JournalWriter
+from gradtrace_recorder.journal.writer import NOWHERE, JournalWriter
 from gradtrace_recorder.observers.native.build import CACHE_VARIABLE, library
-from gradtrace_recorder.observers.native.choice import Native, journal_of
+from gradtrace_recorder.observers.native.choice import journal_of
+from gradtrace_recorder.recording.native_library import Native
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.batches import arrow_table
 from gradtrace_schemas.journal import (

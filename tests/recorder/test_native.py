@@ -454,7 +454,7 @@ def test_failure_of_ours_in_a_hook_closes_the_source_and_not_the_job(
 
 def test_a_pass_at_a_place_of_its_own_is_found_there(tmp_path: Path) -> None:
     """The place of a thread is the very object that was given, as the recorder compares it."""
-    from gradtrace_recorder.journal import NOWHERE
+    from gradtrace_recorder.journal.writer import NOWHERE
     from gradtrace_recorder.observers.native.journal import NativeJournal
 
     about = {"rank": 0, "attempt": 0, "wall_start_ns": 1, "monotonic_start_ns": 2}

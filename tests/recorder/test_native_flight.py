@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.journal.writer import JournalWriter
 from gradtrace_schemas import ALL_TABLES, layout
 from support.environment import native_observer
 from support.models.autograd_functions import Raises, applied

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradtrace_recorder.attribution import Attribution
+from gradtrace_recorder.state.attribution import Attribution
 from gradtrace_recorder.summaries.summariser import Summariser
 from support.models.autograd_functions import applied
 from support.recordings.both_observers import both

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradtrace_recorder import naming
-from gradtrace_recorder.attribution import Attribution
 from gradtrace_recorder.observers.native.build import library
+from gradtrace_recorder.state import naming
+from gradtrace_recorder.state.attribution import Attribution
 from gradtrace_recorder.summaries.summariser import Summariser
 from support.recordings.in_process import rank_of, recording, rows
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradtrace_recorder import privates
-from gradtrace_recorder.privates import (
+from gradtrace_recorder.torch_internals import privates
+from gradtrace_recorder.torch_internals.privates import (
     BACKWARD,
     MODULES,
     OPTIMIZER,
@@ -31,7 +31,7 @@ from gradtrace_recorder.privates import (
 from support.recordings.in_process import rank_of, rows
 
 Case = dict[str, str | None]
-RECORDER = Path(privates.__file__).parent
+RECORDER = Path(privates.__file__).parents[1]
 
 # Of each name: a process, forked once torch is imported, in which it is taken from torch, or does something else.
 # {name: null} is taken away, {name: text} is what it becomes. What trains no more without it is not recorded.
@@ -257,6 +257,19 @@ def test_names_that_code_asks_for_are_in_the_table() -> None:
         for name in asked
     }
     assert len(named) >= 12 and named <= {private.name for private in PRIVATES}, named
+
+
+def test_each_name_says_on_which_releases_it_was_proved() -> None:
+    assert all(set(private.proved_on) <= set(TESTED_TORCH) for private in PRIVATES)
+    assert all(TESTED_TORCH[-1] in private.proved_on for private in PRIVATES)
+    if is_tested(str(torch.__version__)):
+        release = [int(part) for part in str(torch.__version__).split("+")[0].split(".")[:2]]
+        here = [
+            tested for tested in TESTED_TORCH if [int(p) for p in tested.split(".")[:2]] == release
+        ]
+        claimed = {private.name for private in PRIVATES if here[0] in private.proved_on}
+        gone = {finding.name for finding in lookups() if not finding.ok}
+        assert not claimed & gone
 
 
 def test_what_is_looked_up_is_what_torch_has() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradtrace_recorder.relays import RELAYS, hook_name
+from gradtrace_recorder.torch_internals.relays import RELAYS, hook_name
 from support.launching.launcher import ranks
 from support.recordings.in_process import recording, rows
 
@@ -147,7 +147,7 @@ def test_relays_hold_no_reducer() -> None:
 @ranks(2)
 def test_our_own_failure_at_a_bucket_changes_no_gradient(tmp_path: Path) -> None:
     """The DDP source closes and says so; the other sources record on."""
-    from gradtrace_recorder.rows import Rows
+    from gradtrace_recorder.recording.rows import Rows
 
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Linear(3, 3))
@@ -156,7 +156,7 @@ def test_our_own_failure_at_a_bucket_changes_no_gradient(tmp_path: Path) -> None
     def broken(self: Rows, *args: object, **fields: object) -> None:
         raise ValueError("broken on purpose")
 
-    original, Rows.hold_bucket = Rows.hold_bucket, broken  # type: ignore[method-assign]
+    original, Rows.hold_bucket = Rows.hold_bucket, broken  # type: ignore[method-assign, assignment]
     try:
         with recording(tmp_path / "run", strict=False):
             seen = [backward(net), backward(net)]

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.journal.ring import Ring
+from gradtrace_recorder.journal.writer import JournalWriter
 from gradtrace_recorder.observers.native.build import library
-from gradtrace_recorder.observers.native.choice import Native, journal_of
-from gradtrace_recorder.ring import Ring
+from gradtrace_recorder.observers.native.choice import journal_of
+from gradtrace_recorder.recording.native_library import Native
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.journal import HEADER, KINDS, NULL_INT32, NULL_INT64, NULL_STRING
 from gradtrace_schemas.journal_reader import read_journal

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gradtrace_recorder import settings
-from gradtrace_recorder.chosen_numbers import Numbers
-from gradtrace_recorder.settings import (
+from gradtrace_recorder.settings import variables as settings
+from gradtrace_recorder.settings.chosen_numbers import Numbers
+from gradtrace_recorder.settings.variables import (
     VARIABLES,
     SettingsError,
     Variable,
@@ -174,7 +174,7 @@ def test_every_variable_that_the_code_names_is_declared() -> None:
 
 def test_reading_the_variables_loads_the_standard_library_alone() -> None:
     code = (
-        "import sys, gradtrace_recorder.settings;"
+        "import sys, gradtrace_recorder.settings.variables;"
         "print(*sorted({n.partition('.')[0] for n in sys.modules} - set(sys.stdlib_module_names)))"
     )
     done = subprocess.run(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradtrace_recorder.settings import SettingsError, settings_from, settings_of
+from gradtrace_recorder.settings.variables import SettingsError, settings_from, settings_of
 
 
 def test_file_says_what_variables_say(tmp_path: Path) -> None:

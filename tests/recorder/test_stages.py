@@ -26,9 +26,9 @@ from torch.distributed.pipelining._backward import (
 
 import gradtrace_recorder
 from gradtrace_recorder import bootstrap
-from gradtrace_recorder.imports import AfterImport
 from gradtrace_recorder.sources.pipeline import PipelineSource
 from gradtrace_recorder.summaries.summariser import Summariser
+from gradtrace_recorder.torch_internals.imports import AfterImport
 from support.recordings.in_process import recording, rows
 from support.recordings.with_and_without import both
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradtrace_recorder.chosen_numbers import Numbers
-from gradtrace_recorder.timeline import Timeline
+from gradtrace_recorder.settings.chosen_numbers import Numbers
+from gradtrace_recorder.state.timeline import Timeline
 
 
 def timeline() -> Timeline:

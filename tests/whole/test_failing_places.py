@@ -22,7 +22,7 @@ from support.environment.small_disk import small_disk
 JOB = """
 import os, shutil, sys, time, torch
 from pathlib import Path
-from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.journal.writer import JournalWriter
 JournalWriter.__init__.__kwdefaults__.update(half_records=int(sys.argv[2]), strings_bytes=1 << 16)
 torch.set_num_threads(1)
 torch.manual_seed(0)

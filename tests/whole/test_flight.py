@@ -58,7 +58,7 @@ print("bits", hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.
 # Few records fit into the ring, so that it turns all the time.
 ENDLESS = """
 import sys, torch
-from gradtrace_recorder import journal
+from gradtrace_recorder.journal import writer as journal
 journal.JournalWriter.__init__.__kwdefaults__["half_records"] = int(sys.argv[1])
 torch.set_num_threads(1)
 net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))

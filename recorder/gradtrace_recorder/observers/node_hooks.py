@@ -6,39 +6,55 @@ gradients after ours has run, and a hook's `grad_outputs` is what the Node reall
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import torch
 
-from gradtrace_recorder.attribution import Frame
-from gradtrace_recorder.dynamo import never_compiled
-from gradtrace_recorder.naming import ParameterName
-from gradtrace_recorder.observers.replay import NOT_REPLAYED, NodeReplay, Verdict
-from gradtrace_recorder.privates import found
-from gradtrace_recorder.rows import NODE_EVENTS
+from gradtrace_recorder.observers.node_rows import NodeRows
+from gradtrace_recorder.observers.pass_context import PassContext
+from gradtrace_recorder.recording.replay import NOT_REPLAYED, NodeReplay, Verdict
+from gradtrace_recorder.state.attribution import Frame
+from gradtrace_recorder.state.naming import ParameterName
 from gradtrace_recorder.summaries.device.times import Moment
 from gradtrace_recorder.summaries.handed_on import Gradients, handed_on, memory_address
-from gradtrace_recorder.summaries.summariser import Summariser, shape_fields, unasked
-from gradtrace_recorder.summaries.values import FINGERPRINT, NOTHING, STATE, Packed, as_bytes
-from gradtrace_schemas.journal import KINDS, NULL_BOOL, NULL_INT32, NULL_INT64, NULL_STRING
+from gradtrace_recorder.summaries.summariser import Summariser
+from gradtrace_recorder.summaries.values import FINGERPRINT, NOTHING, STATE, Packed
+from gradtrace_recorder.torch_internals.autograd import graph_task, sequence_nr
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.modes import unasked
+from gradtrace_schemas.journal import NULL_BOOL, NULL_INT32, NULL_INT64, NULL_STRING
 from gradtrace_schemas.summary import STATE_PENDING
 
-if TYPE_CHECKING:
-    from gradtrace_recorder.observers.python import PassWatch
-
-_NODE_TENSORS = KINDS["node_tensors"]
 # What autograd says of a Node without a number: AccumulateGrad.
 NO_SEQUENCE_NUMBER = 2**64 - 1
-_graph_task = found("torch._C._current_graph_task_id", lambda: -1)
-_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 _get_ident = threading.get_ident
 _clock = time.monotonic_ns
 
 # Stands for the call of a Node that no module made, or whose module cannot be told.
 NO_MODULE = Frame(NULL_INT32, "", NULL_STRING, NULL_INT32, None, True)
+
+
+class RunningPass:
+    """What the hooks of one pass share: its context, its rows, and what of it is under way.
+
+    `task` is the engine's number of the pass, once a Node of it has run; `running` are Nodes that have begun and not
+    ended, by index.
+    """
+
+    __slots__ = ("context", "indexes", "may_begin_with_leaf", "rows", "running", "task")
+
+    def __init__(self, context: PassContext) -> None:
+        self.context = context
+        self.rows = NodeRows(context.recording, context.call)
+        self.indexes: Iterator[int] = itertools.count()
+        self.task: int | None = None
+        # Where others that have hooks run before any AccumulateGrad, one that seems the first is run by a pass beside
+        # this one, for a parameter of both.
+        self.may_begin_with_leaf = False
+        self.running: dict[int, NodeHooks] = {}
 
 
 class NodeHooks:
@@ -71,7 +87,7 @@ class NodeHooks:
     )
 
     def __init__(
-        self, watch: PassWatch, name: int, number: int, frame: Frame | None, occurrence: int
+        self, watch: RunningPass, name: int, number: int, frame: Frame | None, occurrence: int
     ) -> None:
         self.watch = watch
         self.name = name
@@ -93,7 +109,7 @@ class NodeHooks:
 
     def set_parameter(self, named: ParameterName) -> None:
         """The Node accumulates this parameter: it is named by it, not by an interval."""
-        string = self.watch.recording.journal.string
+        string = self.watch.context.recording.journal.string
         self.parameter = named
         self.parameter_fqn = string(named.fqn)
         holder = named.fqn.rpartition(".")[0]
@@ -102,10 +118,11 @@ class NodeHooks:
     def before(self, grad_outputs: Gradients) -> None:
         """The engine is about to run the Node."""
         watch = self.watch
-        if not watch.guard.is_open:
+        context = watch.context
+        if not context.guard.is_open:
             return
         try:
-            task = _graph_task()
+            task = graph_task()
             if task != watch.task:
                 if watch.task is not None:
                     return
@@ -115,7 +132,6 @@ class NodeHooks:
             self.index = index = next(watch.indexes)
             watch.running[index] = self
             self.thread = _get_ident()
-            frame = self.frame
             self.came_in = [
                 # A nested tensor has no sizes to tell (2.13 raises).
                 None if g is None or g.is_nested else (g.dtype, g.shape)
@@ -123,67 +139,53 @@ class NodeHooks:
             ]
             if self.python_defined:
                 with unasked():
-                    self.mutable_before = _all_of(watch.recording.summariser, grad_outputs)
+                    self.mutable_before = _all_of(context.recording.summariser, grad_outputs)
             if self.replay is not None:
-                self.replay.before(grad_outputs, watch.totals.engine_calls)
+                self.replay.before(grad_outputs, context.totals.engine_calls)
             if (self.python_defined or torch.is_grad_enabled()) and self.makes_nodes:
                 # Reentrant checkpointing switches gradients on inside; create_graph has them on.
-                watch.recording.attribution.node_begins(_get_sequence_nr(), frame)
+                context.recording.attribution.node_begins(sequence_nr(), self.frame)
                 self.is_maker = True
-            if watch.node_times is not None:
-                self.device_began = watch.node_times.begin_node()
-            self.start = _clock() - watch.zero_ns
-            watch.push_running(
-                self.thread,
-                self.name,
-                frame.fqn_number,
-                frame.root,
-                frame.call_index,
-                watch.step,
-                watch.microbatch,
-                watch.backward_index,
-                index,
-                watch.phase,
-                self.parameter_fqn,
-                self.number,
-                self.start,
-                watch.stage_index,
-            )
+            if context.node_times is not None:
+                self.device_began = context.node_times.begin_node()
+            self.start = _clock() - context.zero_ns
+            watch.rows.begins(self)
         except Exception as error:
-            watch.guard.failed(error)
+            context.guard.failed(error)
 
     def after(self, grad_inputs: Gradients, grad_outputs: Gradients) -> None:
         """The Node has run: `grad_outputs` is what it got, `grad_inputs` what it gave."""
         watch = self.watch
-        if not watch.guard.is_open or self.index not in watch.running:
+        context = watch.context
+        if not context.guard.is_open or self.index not in watch.running:
             return
         try:
-            if _graph_task() != watch.task:
+            if graph_task() != watch.task:
                 return
-            end = _clock() - watch.zero_ns
+            end = _clock() - context.zero_ns
             del watch.running[self.index]
             device_ns = NULL_INT64
-            if watch.node_times is not None:
-                device_ns = watch.node_times.end(self.device_began)
+            if context.node_times is not None:
+                device_ns = context.node_times.end(self.device_began)
                 self.device_began = None
             self.came_in = None
-            if watch.half == "input" and watch.half_done is not None:
-                watch.half_done.add(self.number)
-            watch.pop_running(self.thread)
+            if context.half_done is not None and context.call.half == "input":
+                context.half_done.add(self.number)
+            watch.rows.ends(self.thread)
             with unasked():
                 if self.is_maker:
                     self._end_making(grad_inputs, grad_outputs)
                 # What the hook after accumulation took is ours, not the Node's.
                 self._record(end - self.own_ns, device_ns, grad_inputs, grad_outputs)
             self.own_ns = 0
-            watch.totals.recorder_ns += _clock() - watch.zero_ns - end
+            context.totals.recorder_ns += _clock() - context.zero_ns - end
         except Exception as error:
-            watch.guard.failed(error)
+            context.guard.failed(error)
 
     def _end_making(self, grad_inputs: Gradients, grad_outputs: Gradients) -> None:
         """What is made from here on is made by whatever ran before this Node."""
         self.is_maker = False
-        attribution, number = self.watch.recording.attribution, _get_sequence_nr()
+        attribution, number = self.watch.context.recording.attribution, sequence_nr()
         began = attribution.node_ends(number)
         if began is not None and attribution.must_tag:
             made = [gradient for gradient in grad_inputs if gradient is not None]
@@ -192,92 +194,49 @@ class NodeHooks:
     def accumulated(self, parameter: torch.Tensor) -> None:
         """The parameter's gradient was accumulated, and no other hook has seen it."""
         watch = self.watch
-        if not watch.guard.is_open or self.parameter is None:
+        if not watch.context.guard.is_open or self.parameter is None:
             return
         try:
-            task = _graph_task()
+            task = graph_task()
             if watch.task is None and watch.may_begin_with_leaf:
                 watch.task = task
             if task == watch.task:
                 with unasked():
                     self._record_local(parameter, self.parameter)
         except Exception as error:
-            watch.guard.failed(error)
+            watch.context.guard.failed(error)
 
     def _record_local(self, parameter: torch.Tensor, named: ParameterName) -> None:
         watch = self.watch
+        context, rows = watch.context, watch.rows
         gradient = parameter.grad
         if gradient is None:
             return
-        recording = watch.recording
+        recording = context.recording
         entered = recording.timeline.now()
-        if watch.gradient_ready is not None:
-            watch.gradient_ready(parameter, entered)
+        if context.call.gradient_ready is not None:
+            context.call.gradient_ready(parameter, entered)
         if recording.summariser.off:
             return
         summary = recording.summariser.of(gradient)
         if summary is not None and type(gradient) is torch.Tensor:
             self.local = (gradient.stride(), memory_address(gradient), summary)
         recording.rows.gradient(
-            named, "local", watch.backward_index, watch.microbatch, gradient, summary
+            named, "local", rows.backward_index, rows.microbatch, gradient, summary
         )
         self.own_ns = recording.timeline.now() - entered
         recording.timeline.totals.recorder_ns += self.own_ns
 
-    def write(
-        self,
-        end: int,
-        outcome: int,
-        came: int,
-        went: int,
-        grad_output: Packed,
-        grad_input: Packed,
-        mutated: int,
-        replayed: Verdict,
-        device_ns: int = NULL_INT64,
-    ) -> None:
-        """The Node's row."""
-        watch, frame = self.watch, self.frame
-        if watch.flight is not None:
-            watch.flight.saw(grad_output)
-            watch.flight.saw(grad_input)
-        watch.append(
-            NODE_EVENTS,
-            watch.step,
-            watch.microbatch,
-            watch.backward_index,
-            self.index,
-            self.number,
-            self.name,
-            frame.root,
-            frame.fqn_number,
-            frame.call_index,
-            self.occurrence,
-            self.parameter_fqn,
-            watch.phase,
-            watch.stage_index,
-            self.thread,
-            self.start,
-            end,
-            device_ns,
-            came,
-            went,
-            outcome,
-            mutated,
-            *replayed,
-            as_bytes(grad_output),
-            as_bytes(grad_input),
-        )
-
     def _record(
         self, end: int, device_ns: int, grad_inputs: Gradients, grad_outputs: Gradients
     ) -> None:
-        summariser = self.watch.recording.summariser
+        rows = self.watch.rows
+        summariser = self.watch.context.recording.summariser
         came, went = _present(grad_outputs), _present(grad_inputs)
         if summariser.off:
             replayed = self._run_again(grad_inputs, grad_outputs, NULL_BOOL)
-            self.write(
-                end, self.watch.ok, came, went, NOTHING, NOTHING, NULL_BOOL, replayed, device_ns
+            rows.node(
+                self, end, rows.ok, came, went, NOTHING, NOTHING, NULL_BOOL, replayed, device_ns
             )
             return
         if self.local is not None and len(grad_outputs) == 1 and grad_outputs[0] is not None:
@@ -305,38 +264,20 @@ class NodeHooks:
                 mutated = int(self.mutable_before[FINGERPRINT] != grad_output[FINGERPRINT])
             self.mutable_before = None
         replayed = self._run_again(grad_inputs, grad_outputs, mutated)
-        self.write(
-            end, self.watch.ok, came, went, grad_output, grad_input, mutated, replayed, device_ns
+        rows.node(
+            self, end, rows.ok, came, went, grad_output, grad_input, mutated, replayed, device_ns
         )
         if came > 1:
-            self._record_each(self.watch.incoming, grad_outputs, incoming)
+            rows.tensors(self.index, rows.incoming, grad_outputs, incoming)
         if went > 1:
-            self._record_each(self.watch.outgoing, grad_inputs, outgoing)
+            rows.tensors(self.index, rows.outgoing, grad_inputs, outgoing)
 
     def _run_again(self, grad_inputs: Gradients, grad_outputs: Gradients, mutated: int) -> Verdict:
         """Whether the Node gives the same once more, where that was asked for."""
         if self.replay is None:
             return NOT_REPLAYED
-        calls = self.watch.totals.engine_calls
+        calls = self.watch.context.totals.engine_calls
         return self.replay.again(grad_inputs, grad_outputs, calls, mutated=mutated == 1)
-
-    def _record_each(
-        self, direction: int, gradients: Gradients, summaries: list[Packed | None]
-    ) -> None:
-        watch = self.watch
-        for position, gradient in enumerate(gradients):
-            if gradient is not None:
-                watch.recording.journal.append(
-                    _NODE_TENSORS,
-                    watch.step,
-                    watch.microbatch,
-                    watch.backward_index,
-                    self.index,
-                    direction,
-                    position,
-                    *shape_fields(gradient),
-                    as_bytes(summaries[position]),
-                )
 
 
 def _present(gradients: Gradients) -> int:
@@ -355,4 +296,4 @@ def _all_of(summariser: Summariser, gradients: Gradients) -> Packed | None:
     )
 
 
-never_compiled(NodeHooks)
+never_compiled(NodeHooks, RunningPass)

@@ -8,54 +8,34 @@ from __future__ import annotations
 import functools
 import itertools
 import resource
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from gradtrace_recorder.attribution import Frame
-from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.naming import ParameterName
-from gradtrace_recorder.observers.leaf_tables import hook_first, take_off
-from gradtrace_recorder.observers.node_hooks import NO_MODULE, NO_SEQUENCE_NUMBER, NodeHooks
-from gradtrace_recorder.observers.release import release_in_pieces, release_waiting
-from gradtrace_recorder.observers.replay import NOT_REPLAYED, NodeReplay
-from gradtrace_recorder.privates import found
-from gradtrace_recorder.recording import Recording
-from gradtrace_recorder.summaries.summariser import is_functorch_wrapped
+from gradtrace_recorder.observers.node_hooks import (
+    NO_MODULE,
+    NO_SEQUENCE_NUMBER,
+    NodeHooks,
+    RunningPass,
+)
+from gradtrace_recorder.observers.pass_context import EngineCall, PassContext
+from gradtrace_recorder.recording.recording import Recording
+from gradtrace_recorder.recording.replay import NOT_REPLAYED, NodeReplay
+from gradtrace_recorder.state.attribution import Frame
+from gradtrace_recorder.state.naming import ParameterName
 from gradtrace_recorder.summaries.values import NOTHING
+from gradtrace_recorder.torch_internals.autograd import FUNCTION_NODE
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.leaf_tables import hook_first, take_off
+from gradtrace_recorder.torch_internals.release import release_in_pieces, release_waiting
+from gradtrace_recorder.torch_internals.tensors import is_functorch_wrapped
 from gradtrace_schemas.journal import NULL_BOOL, NULL_INT32, NULL_STRING
 
 # event_index, node_name, root, module_fqn and call_index of the Node in which a pass failed, if it was in one.
 Culprit = tuple[int | None, int, int, int, int]
-GradientReady = Callable[[torch.Tensor, int], None]
-
-
-# The class of Nodes of Functions that are defined in Python.
-_FUNCTION_NODE = found("torch.autograd.function.BackwardCFunction", ())
-
-
-class EngineCall(NamedTuple):
-    """A call into the engine that is about to be watched. No other of the process has its `serial`.
-
-    `create_graph` says that the pass makes Nodes, which belong to those that run.
-    `half` is that of a pipeline stage's split backward: `input`, `weight`, None for no half; one that
-    `follows_half` is torch's weight half, which runs nothing that its input half ran.
-    `gradient_ready` is called with each parameter when its gradient was accumulated, and the time.
-    `is_alone` tells whether no other thread has a call open.
-    """
-
-    serial: int
-    backward_index: int
-    accumulates: bool
-    create_graph: bool
-    half: str | None
-    follows_half: bool
-    stage_index: int | None
-    gradient_ready: GradientReady | None
-    is_alone: Callable[[], bool]
 
 
 class PythonObserver:
@@ -75,58 +55,25 @@ class PythonObserver:
         return watch
 
 
-class PassWatch:
-    """One backward pass under watch: its Nodes' hooks, the order in which they ran, what is running."""
+class PassWatch(RunningPass):
+    """One backward pass under watch: puts hooks on its Nodes, and takes them off.
+
+    `culprit` is what was running when it failed.
+    """
 
     __slots__ = (
-        "_handles", "_hooked_leaves", "_is_alone", "_replay", "_stand_ins", "accumulates", "append", "backward_index",
-        "culprit", "failed", "flight", "follows_half", "gradient_ready", "guard", "half", "half_done", "incoming",
-        "indexes", "may_begin_with_leaf", "microbatch", "node_count", "node_times", "ok", "outgoing", "phase",
-        "pop_running", "push_running", "recording", "root_node_name", "running", "stage_index", "step", "task",
-        "totals", "unattributed_count", "zero_ns",
+        "_handles", "_hooked_leaves", "_replay", "_stand_ins", "culprit", "node_count", "root_node_name",
+        "unattributed_count",
     )  # fmt: skip
 
     def __init__(self, recording: Recording, guard: Guard, call: EngineCall) -> None:
-        timeline, journal = recording.timeline, recording.journal
-        self.recording = recording
-        self.guard = guard
-        self.gradient_ready = call.gradient_ready
-        self._is_alone = call.is_alone
-        self.backward_index = call.backward_index
-        self.step = timeline.step
-        self.microbatch = timeline.microbatch
-        self.phase = journal.string(call.half or ("backward" if call.accumulates else "grad"))
-        self.accumulates = call.accumulates
-        self.stage_index = NULL_INT32 if call.stage_index is None else call.stage_index
-        self.half = call.half
-        self.follows_half = call.follows_half
-        self.half_done: set[int] | None = None
-        if call.half is not None and recording.attribution.is_of_one_thread:
-            self.half_done = recording.half_done.numbers(self.step)
-        self.ok = journal.string("ok")
-        self.failed = journal.string("failed")
-        self.incoming = journal.string("grad_output")
-        self.outgoing = journal.string("grad_input")
-        self.zero_ns = timeline.zero_ns
-        self.totals = timeline.totals
-        self.append = journal.append
-        self.flight = recording.flight
-        times = recording.device_times
-        self.node_times = times if times.of_nodes else None
-        self.push_running = journal.push_running
-        self.pop_running = journal.pop_running
+        super().__init__(PassContext.of(recording, guard, call))
         self.root_node_name: str | None = None
         self.node_count = 0
         self.unattributed_count = 0
-        self.indexes = itertools.count()
-        self.task: int | None = None
-        # Where others that have hooks run before any AccumulateGrad, one that seems the first is run by a pass beside
-        # this one, for a parameter of both.
-        self.may_begin_with_leaf = False
-        self.running: dict[int, NodeHooks] = {}
-        self.culprit: NodeHooks | None = None  # what was running when the pass failed
+        self.culprit: NodeHooks | None = None
         chosen = recording.settings.replay
-        self._replay = chosen if chosen is not None and self.step in chosen.steps else None
+        self._replay = chosen if chosen is not None and self.rows.step in chosen.steps else None
         self._handles: list[RemovableHandle] = []
         self._stand_ins: dict[int, ParameterName] = {}
         # As long as the graph holds them too: one pass.
@@ -141,18 +88,18 @@ class PassWatch:
             raise
 
     def _attach(self, roots: Sequence[Any]) -> None:
-        recording = self.recording
+        recording, call = self.context.recording, self.context.call
         whole = recording.settings.records("nodes")
-        if self.half == "weight" and not whole and not self.accumulates:
+        if call.half == "weight" and not whole and not call.accumulates:
             return  # one of many passes of a weight half: nothing here is to be watched, and the graph is large
         release_waiting()
-        done = self.half_done if self.follows_half and len(set(roots)) == 1 else None
+        done = self.context.half_done if call.follows_half and len(set(roots)) == 1 else None
         nodes, leaves = _reachable(roots, done or ())
         is_long = len(nodes) > _most_in_a_row()
         self.node_count = len(nodes) + len(leaves)
         self._stand_ins = recording.names.stand_ins()
         self.may_begin_with_leaf = not whole
-        for leaf, number in leaves if self.accumulates else ():  # autograd.grad never runs them
+        for leaf, number in leaves if call.accumulates else ():  # autograd.grad never runs them
             self._attach_leaf(leaf, number, whole)
         if is_long:
             nodes.sort(key=_first, reverse=True)
@@ -182,28 +129,29 @@ class PassWatch:
             elif recording.settings.modules:
                 continue
             hooks = NodeHooks(self, name, number, frame, occurrence)
-            hooks.python_defined = isinstance(node, _FUNCTION_NODE)
+            hooks.python_defined = isinstance(node, FUNCTION_NODE)
             if self._replay is not None:
                 hooks.replay = self._prepared(node, hooks.frame)
             self._hook(node, hooks)
 
     def close(self, *, failed: bool) -> Culprit:
         """Let go of all Nodes. Gives the one that was running when the pass failed; its row is written now."""
-        take_off(self._handles, self._hooked_leaves, self._is_alone)
+        recording, rows = self.context.recording, self.rows
+        take_off(self._handles, self._hooked_leaves, self.context.call.is_alone)
         self._handles.clear()
         self._hooked_leaves.clear()
-        self.recording.summariser.forget()
+        recording.summariser.forget()
         culprit: Culprit = (
             None, NULL_STRING, NULL_INT32, NULL_STRING, NULL_INT32,
         )  # fmt: skip
         if failed:
-            end = self.recording.timeline.now()
+            end = recording.timeline.now()
             for index, hooks in sorted(self.running.items()):
-                self.recording.device_times.forget(hooks.device_began)
-                hooks.write(end, self.failed, 0, 0, NOTHING, NOTHING, NULL_BOOL, NOT_REPLAYED)
+                recording.device_times.forget(hooks.device_began)
+                rows.node(hooks, end, rows.failed, 0, 0, NOTHING, NOTHING, NULL_BOOL, NOT_REPLAYED)
                 if hooks.is_maker:
-                    self.recording.attribution.node_failed(hooks.thread)
-                self.recording.journal.pop_running(hooks.thread)
+                    recording.attribution.node_failed(hooks.thread)
+                rows.ends(hooks.thread)
                 frame = hooks.frame
                 self.culprit = hooks
                 culprit = (index, hooks.name, frame.root, frame.fqn_number, frame.call_index)
@@ -216,23 +164,24 @@ class PassWatch:
         `used_by` is the number of a Node that leads to it.
         """
         variable = node.variable
-        names = self.recording.names
+        recording = self.context.recording
+        names = recording.names
         named = names.tensor(variable)
-        if named is None and self.recording.attribution.is_of_one_thread:
+        if named is None and recording.attribution.is_of_one_thread:
             named = names.orphan(variable, used_by)
         # A parameter gathered from its shards has a gradient that is yet to be reduced: its Node alone is named.
         shown = named or self._stand_ins.get(id(variable))
         if shown is not None:
             module_fqn = shown.fqn.rpartition(".")[0]
-            if not self.recording.settings.wants_module(module_fqn):
+            if not recording.settings.wants_module(module_fqn):
                 return
         hooks = NodeHooks(
-            self, self.recording.journal.string("AccumulateGrad"), NO_SEQUENCE_NUMBER, None, 0
+            self, recording.journal.string("AccumulateGrad"), NO_SEQUENCE_NUMBER, None, 0
         )
         if shown is not None:
             hooks.set_parameter(shown)
         # A leaf may have been frozen after the forward: it takes no hook then.
-        is_asked = self.gradient_ready is not None or not self.recording.summariser.off
+        is_asked = self.context.call.gradient_ready is not None or not recording.summariser.off
         if named is not None and variable.requires_grad and is_asked:
             self._handles.append(hook_first(variable, hooks.accumulated))
             self._hooked_leaves.append(variable)
@@ -249,7 +198,7 @@ class PassWatch:
         if not self._replay.chooses(fqn, name):
             return None
         by_request = self._replay.chooses_by_request(fqn, name)
-        return self.recording.replays.prepared(node, by_request=by_request, is_leaf=is_leaf)
+        return self.context.recording.replays.prepared(node, by_request=by_request, is_leaf=is_leaf)
 
     def _hook(self, node: Any, hooks: NodeHooks) -> None:
         kind = type(node)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from gradtrace_recorder.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
 
 # In a closure's `__dict__`, which wrappers of it copy (`torch.enable_grad()(closure)`): it is seen already.
 _SEEN = "_gradtrace_seen"

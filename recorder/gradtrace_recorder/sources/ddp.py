@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.recording import Gate, Recording
-from gradtrace_recorder.relays import RELAYS, Relay, hook_name
+from gradtrace_recorder.recording.recording import Gate, Recording
+from gradtrace_recorder.recording.snapshots import record_gradients
 from gradtrace_recorder.sources.ddp_modules import (
     KnownDdp,
     OpenBucket,
@@ -21,8 +21,11 @@ from gradtrace_recorder.sources.ddp_modules import (
     why_unobserved,
 )
 from gradtrace_recorder.sources.groups import collective_seq, write_reducing_module
-from gradtrace_recorder.sources.state import inside_backward, record_gradients
+from gradtrace_recorder.sources.source import Source
+from gradtrace_recorder.state.passes import Pass
 from gradtrace_recorder.summaries.device.backends import is_on_device
+from gradtrace_recorder.torch_internals.autograd import inside_backward
+from gradtrace_recorder.torch_internals.relays import RELAYS, Relay, hook_name
 
 P = ParamSpec("P")
 
@@ -30,7 +33,7 @@ P = ParamSpec("P")
 def _guarded(
     method: Callable[Concatenate[DdpSource, P], None],
 ) -> Callable[Concatenate[DdpSource, P], None]:
-    """Our failure here ends this source's recording, not that of the source which calls it."""
+    """For what relays tell: our failure ends this source's recording, and the reduction goes on."""
 
     @functools.wraps(method)
     def call(self: DdpSource, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -43,7 +46,7 @@ def _guarded(
     return call
 
 
-class DdpSource:
+class DdpSource(Source):
     """Gives DDP modules their relays and writes a row for each bucket.
 
     Launches come on autograd threads (or, as shadows, on the job's), ends of reductions on threads of the process
@@ -51,8 +54,7 @@ class DdpSource:
     """
 
     def __init__(self, gate: Gate, guard: Guard) -> None:
-        self._gate = gate
-        self.guard = guard
+        super().__init__(gate, guard)
         self._known: weakref.WeakKeyDictionary[Any, KnownDdp] = weakref.WeakKeyDictionary()
         self._open: list[OpenBucket] = []
         self._ready: dict[int, int] = {}
@@ -63,11 +65,9 @@ class DdpSource:
         RELAYS.attach()
         RELAYS.observer = self
 
-    @_guarded
-    def finish(self) -> None:
-        """Write the rows of what is open: the recording ends."""
-        if self._gate.recording is not None:
-            self._settle(self._gate.recording)
+    def recording_ends(self, recording: Recording) -> None:
+        """Write the rows of buckets that are open."""
+        self._settle(recording)
 
     def detach(self) -> None:
         """See no more."""
@@ -75,63 +75,56 @@ class DdpSource:
         if RELAYS.observer is self:
             RELAYS.detach()
 
-    # What the other sources tell.
+    # What the other sources see.
 
-    @_guarded
-    def root_called(self, module: nn.Module) -> None:
-        """A root is called in grad mode, outside backward: DDP modules made since get their relays."""
+    def root_called(self, recording: Recording, root: nn.Module) -> None:
+        """DDP modules that were made since the last root was called get their relays."""
         if len(RELAYS.ddps) != len(self._known):
             for ddp in list(RELAYS.ddps):
                 self._about(ddp)
         for about in self._known.values():
-            if about.state is None and id(module) in about.inner_ids:
+            if about.state is None and id(root) in about.inner_ids:
                 about.state = "bypassed"
 
-    @_guarded
-    def forward_begins(self, module: nn.Module) -> None:
-        """A wrapper is called in grad mode. Its reducer prepares unless `no_sync` is on.
+    def wrapper_called(self, recording: Recording, wrapper: nn.Module) -> None:
+        """The reducer of a DDP module prepares unless `no_sync` is on.
 
         Source: torch/nn/parallel/distributed.py, `_pre_forward`.
         """
         from torch.nn.parallel import DistributedDataParallel
 
-        if isinstance(module, DistributedDataParallel):
-            about = self._about(module)
-            about.state = "sync" if module.require_backward_grad_sync else "no_sync"
+        if isinstance(wrapper, DistributedDataParallel):
+            about = self._about(wrapper)
+            about.state = "sync" if wrapper.require_backward_grad_sync else "no_sync"
 
-    @_guarded
-    def backward_begins(self, recording: Recording, backward_index: int) -> None:
-        """A top-level accumulating pass is about to start."""
-        self._settle(recording)
-        self._backward_index = backward_index
-        self._ready.clear()
+    def pass_begins(self, recording: Recording, begun: Pass) -> None:
+        """Where there is any DDP module, times of gradients matter."""
+        if not self._known:
+            return
+        begun.gradient_ready = self._gradient_ready
+        if begun.may_reduce:
+            self._settle(recording)
+            self._backward_index = begun.index
+            self._ready.clear()
 
-    @property
-    def backward_index(self) -> int:
-        """The top-level accumulating pass that is running, or ran last."""
-        return self._backward_index
+    def pass_ends(self, recording: Recording, ended: Pass, *, failed: bool) -> None:
+        """Rows of its buckets, and of the gradients they left."""
+        if not ended.may_reduce or not self._known:
+            return
+        ended.ddp_sync = self._sync_of_pass()
+        if recording.timeline.is_recorded and recording.settings.records_state:
+            self._write_reduced(recording, ended, failed=failed)
 
-    @property
-    def has_models(self) -> bool:
-        """Whether there is any DDP module, for which times of gradients matter."""
-        return bool(self._known)
-
-    def gradient_ready(self, parameter: torch.Tensor, at_ns: int) -> None:
+    def _gradient_ready(self, parameter: torch.Tensor, at_ns: int) -> None:
         """A parameter's gradient was accumulated. On an autograd thread."""
         self._ready[id(parameter)] = at_ns
 
-    def sync_of_pass(self) -> str | None:
-        """How the DDP models that the pass went through were called: see `backward_passes.ddp_sync`."""
-        if not self._known:
-            return None
+    def _sync_of_pass(self) -> str | None:
+        """How the DDP models that the pass went through were called."""
         states = {self._state(about) for about in self._touched()}
         return next((s for s in ("sync", "no_sync", "bypassed") if s in states), None)
 
-    @_guarded
-    def backward_ended(
-        self, recording: Recording, backward_index: int, microbatch: int, *, failed: bool
-    ) -> None:
-        """A top-level accumulating pass has returned or raised: rows of its buckets, and of the gradients they left."""
+    def _write_reduced(self, recording: Recording, ended: Pass, *, failed: bool) -> None:
         launched = {key for bucket in self._open for key in bucket.parameter_ids}
         states = [(about, self._state(about)) for about in self._touched()]
         self._settle(recording)
@@ -151,7 +144,7 @@ class DdpSource:
                 for name, tensor in recording.names.tensors_of(root)
                 if id(tensor) in waiting
             ]
-            record_gradients(recording, "reduced", backward_index, microbatch, chosen)
+            record_gradients(recording, "reduced", ended.index, ended.microbatch, chosen)
 
     # What the relays tell.
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradtrace_recorder.relays import RELAYS, Relay
 from gradtrace_recorder.summaries.device.times import Moment
+from gradtrace_recorder.torch_internals.relays import RELAYS, Relay
 from gradtrace_schemas.journal import NULL_INT64
 
 

@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from gradtrace_recorder.dynamo import never_compiled, traces_a_graph
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
+from gradtrace_recorder.journal.writer import INSIDE, NOWHERE, Place
 from gradtrace_recorder.observers.native.observer import NativeObserver
+from gradtrace_recorder.observers.pass_context import EngineCall
 from gradtrace_recorder.observers.python import (
     Culprit,
-    EngineCall,
     PassWatch,
     PythonObserver,
     node_of,
     nodes_numbered,
 )
-from gradtrace_recorder.observers.replay import RUNNING
-from gradtrace_recorder.privates import found
-from gradtrace_recorder.recording import Gate, Recording
-from gradtrace_recorder.relays import RELAYS
-from gradtrace_recorder.sources.ddp import DdpSource
-from gradtrace_recorder.sources.dry_runs import is_dry_run
-from gradtrace_recorder.sources.modules import ModuleSource
-from gradtrace_recorder.sources.state import (
-    current_graph_task,
-    inside_backward,
+from gradtrace_recorder.recording.recording import Gate, Recording
+from gradtrace_recorder.recording.replay import RUNNING
+from gradtrace_recorder.recording.snapshots import (
     record_gradients,
 )
-from gradtrace_recorder.standing import TOLD, has_room
+from gradtrace_recorder.sources.engine_calls import argument, is_no_pass, scalar
+from gradtrace_recorder.sources.source import Source, Sources
+from gradtrace_recorder.state.passes import Pass
+from gradtrace_recorder.state.versions import Change
 from gradtrace_recorder.summaries.device.times import Moment
-from gradtrace_recorder.summaries.summariser import is_functorch_wrapped, unasked, unseen
-from gradtrace_recorder.versions import Change
+from gradtrace_recorder.torch_internals.autograd import graph_task, inside_backward
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.modes import unasked
+from gradtrace_recorder.torch_internals.relays import RELAYS
+from gradtrace_recorder.torch_internals.standing import TOLD, has_room
 from gradtrace_schemas.journal import (
     AFTER_BACKWARD,
     IN_BACKWARD,
@@ -48,7 +43,6 @@ from gradtrace_schemas.journal import (
 )
 
 _get_ident = threading.get_ident
-_NO_DISPATCH = found("torch._C._disabled_torch_dispatch_impl", None)
 # Of Python's that the hooks on a Node may need, whatever the tensors.
 PASS_FRAMES = 80
 
@@ -58,14 +52,12 @@ class _ThreadState(threading.local):
         self.open_passes: list[_OpenPass] = []
 
 
-class EngineSource:
+class EngineSource(Source):
     """Told of every call into the engine by what stands before it. Each call gets one observer's watch."""
 
-    def __init__(self, gate: Gate, guard: Guard, ddp: DdpSource, modules: ModuleSource) -> None:
-        self._gate = gate
-        self._guard = guard
-        self._ddp = ddp
-        self._modules = modules
+    def __init__(self, gate: Gate, guard: Guard, sources: Sources) -> None:
+        super().__init__(gate, guard)
+        self._sources = sources
         self._observer = PythonObserver(guard)
         self._native: NativeObserver | None = None
         self._local = _ThreadState()
@@ -81,24 +73,24 @@ class EngineSource:
 
     def detach(self) -> None:
         """Be told no more."""
-        self._guard.is_open = False
+        self.guard.is_open = False
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OpenPass | None:
         """The engine is about to be called with these; None where that is not watched. What is given is told the end.
 
         Raises RecursionError where Python has too few frames left for the hooks on Nodes: they run as deep.
         """
-        if not self._guard.is_open or RUNNING.now:
+        if not self.guard.is_open or RUNNING.now:
             return None
         if not has_room(PASS_FRAMES):
             raise RecursionError
         try:
             with unasked():
                 recording = self._gate.enter()
-                if recording is not None and not _is_no_pass():
+                if recording is not None and not is_no_pass():
                     return self._begin(recording, args, kwargs)
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
         return None
 
     def _begin(
@@ -108,12 +100,11 @@ class EngineSource:
         entered = timeline.now()
         if recording.parked is not None:
             recording.parked()
-        accumulates = bool(_argument("accumulate_grad", 6, args, kwargs, False))
+        accumulates = bool(argument("accumulate_grad", 6, args, kwargs, False))
         top_level = not inside_backward()
         if top_level:
-            self._modules.forget_abandoned(recording)
             if timeline.is_by_parameters:
-                recording.updates.engine_called(_argument("tensors", 0, args, kwargs, ()))
+                recording.updates.engine_called(argument("tensors", 0, args, kwargs, ()))
             timeline.activity()
             recording.names.is_settled = True
         totals = timeline.totals
@@ -132,11 +123,12 @@ class EngineSource:
             watch = open_passes[-1].watch
             if watch is not None and watch.task is None:
                 # Called from a hook that ran before the outer pass's first Node: this is its task.
-                watch.task = current_graph_task()
+                watch.task = graph_task()
         elif not top_level:
-            opened.parent = self._index_of_task(current_graph_task())
+            opened.parent = self._index_of_task(graph_task())
         self._open[serial] = opened
         try:
+            self._sources.pass_begins(recording, opened)
             self._watch(opened, half, follows_half, args, kwargs)
             open_passes.append(opened)
             thread = _get_ident()
@@ -165,26 +157,23 @@ class EngineSource:
         """Have an observer watch the pass, and note what there is to say of it beforehand."""
         recording, index = opened.recording, opened.index
         accumulates, top_level = opened.accumulates, opened.top_level
-        has_ddp = self._ddp.has_models
-        if has_ddp and accumulates and top_level:
-            self._ddp.backward_begins(recording, index)
         if recording.timeline.is_recorded:
             if top_level and (accumulates or half == "weight") and recording.settings.records_state:
                 self._record_carried(recording, index)
-            outputs = _argument("tensors", 0, args, kwargs, ())
+            outputs = argument("tensors", 0, args, kwargs, ())
             first = outputs[0] if len(outputs) else None
-            opened.loss = _scalar(first, recording)
+            opened.loss = scalar(first, recording)
             if recording.flight is not None:
                 recording.flight.saw_loss(opened.loss)
             call = EngineCall(
                 opened.serial,
                 index,
                 accumulates,
-                bool(_argument("create_graph", 3, args, kwargs, False)),
+                bool(argument("create_graph", 3, args, kwargs, False)),
                 half,
                 follows_half,
                 opened.stage_index,
-                self._ddp.gradient_ready if has_ddp else None,
+                opened.gradient_ready,
                 self._is_alone,
             )
             opened.watch = self._observer_of(recording).watch(recording, outputs, call)
@@ -194,7 +183,7 @@ class EngineSource:
         if recording.native is None:
             return self._observer
         if self._native is None:
-            self._native = NativeObserver(self._guard, self._open)
+            self._native = NativeObserver(self.guard, self._open)
         return self._native
 
     def end(
@@ -211,7 +200,7 @@ class EngineSource:
                 self._close(opened, error, end, outputs)
             timeline.totals.recorder_ns += timeline.now() - end
         except Exception as ours:
-            self._guard.failed(ours)
+            self.guard.failed(ours)
 
     def _close(
         self, opened: _OpenPass, error: BaseException | None, end: int, outputs: Sequence[Any]
@@ -225,17 +214,12 @@ class EngineSource:
         recording.journal.move(_get_ident(), end, place)
         watch = opened.watch
         failed = watch.close(failed=error is not None) if watch is not None else None
-        reduces = opened.accumulates and opened.top_level and self._ddp.has_models
-        ddp_sync = self._ddp.sync_of_pass() if reduces else None
-        if reduces and timeline.is_recorded and recording.settings.records_state:
-            self._ddp.backward_ended(
-                recording, opened.index, opened.microbatch, failed=error is not None
-            )
+        self._sources.pass_ends(recording, opened, failed=error is not None)
         if error is not None and recording.flight is not None:
             recording.flight.failed(error)
         if watch is not None and failed is not None:
             # Behind the rows of its buckets: a pass that has a row has all of them.
-            self._write(opened, watch, end, failed, error, outputs, ddp_sync)
+            self._write(opened, watch, end, failed, error, outputs)
         if opened.top_level:
             timeline.totals.backward_ns += end - opened.start_ns
             timeline.passes += error is None
@@ -262,7 +246,6 @@ class EngineSource:
         failed: Culprit,
         error: BaseException | None,
         outputs: Sequence[Any],
-        ddp_sync: str | None,
     ) -> None:
         recording = opened.recording
         if error is not None:
@@ -290,7 +273,7 @@ class EngineSource:
             opened.start_ns,
             end,
             None if error is None else f"{type(error).__name__}: {str(error)[:400]}",
-            ddp_sync,
+            opened.ddp_sync,
             opened.device_ns,
         )
 
@@ -330,12 +313,12 @@ class EngineSource:
             )
 
 
-class _OpenPass:
+class _OpenPass(Pass):
     """A call into the engine that has not returned."""
 
     __slots__ = (
-        "accumulates", "device_began", "device_ns", "index", "loss", "microbatch", "parent", "place", "place_before",
-        "recording", "serial", "source", "stage_index", "start_ns", "thread", "top_level", "watch",
+        "device_began", "device_ns", "loss", "parent", "place", "place_before", "recording", "serial", "source",
+        "stage_index", "start_ns", "thread", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -347,14 +330,11 @@ class _OpenPass:
         accumulates: bool,
         top_level: bool,
     ) -> None:
+        super().__init__(index, microbatch, accumulates, top_level)
         self.source = source
         self.recording = recording
         self.thread = threading.get_ident()
         self.serial = -1
-        self.index = index
-        self.microbatch = microbatch
-        self.accumulates = accumulates
-        self.top_level = top_level
         self.parent: int | None = None
         self.stage_index: int | None = None
         self.watch: PassWatch | None = None
@@ -374,44 +354,6 @@ class _OpenPass:
         failure = RELAYS.own_failure(error)
         self.source.end(self, failure or error, outputs)
         return failure
-
-
-def _argument(
-    name: str, place: int, args: Sequence[Any], kwargs: dict[str, Any], default: Any
-) -> Any:
-    """An argument of `run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs,
-    allow_unreachable, accumulate_grad)`. Source: torch/csrc/autograd/python_engine.cpp."""
-    return args[place] if len(args) > place else kwargs.get(name, default)
-
-
-def _scalar(output: Any, recording: Recording) -> float | None:
-    if recording.native is not None and isinstance(output, torch.Tensor):
-        value: float | None = recording.native.library.scalar(output)
-        if value is not None:
-            return value
-    if (
-        isinstance(output, torch.Tensor)
-        and not is_functorch_wrapped(output)
-        and type(output).__torch_dispatch__ is _NO_DISPATCH
-        and output.device.type == "cpu"
-        and output.numel() == 1
-        and not output.is_complex()
-    ):
-        with unseen():
-            return float(output.detach())
-    return None
-
-
-def _is_no_pass() -> bool:
-    """Whether this call into the engine is none of the job's, or none that may be watched."""
-    return _compiled_autograd() or is_dry_run() or traces_a_graph()
-
-
-def _compiled_autograd() -> bool:
-    """Whether the engine is replaced by compiled autograd, under which no hook may be attached."""
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    # Another thread may be importing it: it lacks what it will have.
-    return bool(getattr(compiled, "compiled_autograd_enabled", False))
 
 
 never_compiled(EngineSource, _OpenPass)

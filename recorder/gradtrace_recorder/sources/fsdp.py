@@ -15,30 +15,30 @@ import torch
 from torch import nn
 
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.naming import walk
-from gradtrace_recorder.recording import Gate, Recording
-from gradtrace_recorder.sources.ddp import DdpSource
+from gradtrace_recorder.recording.recording import Gate, Recording
 from gradtrace_recorder.sources.groups import collective_seq
+from gradtrace_recorder.sources.source import Source
+from gradtrace_recorder.state.naming import walk
+from gradtrace_recorder.state.passes import Pass
 from gradtrace_recorder.summaries.device.times import Moment
 
 
-class FsdpSource:
-    """Places itself in every parameter group of a root before its forward. The hooks run on autograd threads."""
+class FsdpSource(Source):
+    """Places itself in every parameter group of a root before its forward. The hooks run on autograd threads.
 
-    def __init__(self, gate: Gate, guard: Guard, ddp: DdpSource) -> None:
-        self._gate = gate
-        self._guard = guard
-        self._ddp = ddp
+    There is nothing to attach: parameter groups are met when their root is called.
+    """
+
+    def __init__(self, gate: Gate, guard: Guard) -> None:
+        super().__init__(gate, guard)
+        self._backward_index = 0
         # By identity: a module may be of a class that cannot be hashed.
         self._seen: dict[int, weakref.ref[nn.Module]] = {}
         self._placed: list[tuple[weakref.ref[Any], Any]] = []
 
-    def attach(self) -> None:
-        """Nothing yet: parameter groups are met when their root is called."""
-
     def detach(self) -> None:
         """Give every group its own reduce-scatter back."""
-        self._guard.is_open = False
+        self.guard.is_open = False
         for ref, original in self._placed:
             group = ref()
             if group is not None and hasattr(group._reduce_scatter_comm, "is_gradtrace"):
@@ -50,27 +50,29 @@ class FsdpSource:
         if "torch.distributed.fsdp._fully_shard._fsdp_param_group" not in sys.modules:
             return
         seen = self._seen.get(id(root))
-        if (seen is not None and seen() is root) or not self._guard.is_open:
+        if seen is not None and seen() is root:
             return
         if not recording.settings.records_state:
             return
-        try:
-            self._seen[id(root)] = weakref.ref(root)
-            index = 0
-            for module, _ in walk(root):
-                if hasattr(type(module), "_get_fsdp_state"):
-                    for group in _groups_of(module._get_fsdp_state()):  # type: ignore[operator]
-                        if hasattr(group, "_reduce_scatter_comm"):
-                            self._place(module, group, index)
-                        else:  # torch 2.6
-                            recording.problems.add(
-                                f"torch {torch.__version__} lets nobody see the reductions of fully_shard: "
-                                "they are not recorded"
-                            )
-                        recording.names.sharded += map(weakref.ref, group.fsdp_params)
-                        index += 1
-        except Exception as error:
-            self._guard.failed(error)
+        self._seen[id(root)] = weakref.ref(root)
+        index = 0
+        for module, _ in walk(root):
+            if hasattr(type(module), "_get_fsdp_state"):
+                for group in _groups_of(module._get_fsdp_state()):  # type: ignore[operator]
+                    if hasattr(group, "_reduce_scatter_comm"):
+                        self._place(module, group, index)
+                    else:  # torch 2.6
+                        recording.problems.add(
+                            f"torch {torch.__version__} lets nobody see the reductions of fully_shard: "
+                            "they are not recorded"
+                        )
+                    recording.names.sharded += map(weakref.ref, group.fsdp_params)
+                    index += 1
+
+    def pass_begins(self, recording: Recording, begun: Pass) -> None:
+        """What is reduced from now on is of this pass."""
+        if begun.may_reduce:
+            self._backward_index = begun.index
 
     def _place(self, module: nn.Module, group: Any, index: int) -> None:
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -99,7 +101,7 @@ class FsdpSource:
 
     def _before(self, module: Any, group: Any, index: int, buffer: torch.Tensor) -> Any:
         recording = self._gate.recording
-        if recording is None or not self._guard.is_open or module is None or group is None:
+        if recording is None or not self.guard.is_open or module is None or group is None:
             return None
         try:
             if not recording.timeline.is_recorded:
@@ -124,7 +126,7 @@ class FsdpSource:
             began = recording.device_times.begin(buffer)
             return began, {**fields, "launched_ns": recording.timeline.now()}
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
             return None
 
     def _after(
@@ -142,7 +144,7 @@ class FsdpSource:
                 None,
                 timeline.step,
                 timeline.microbatch,
-                self._ddp.backward_index,
+                self._backward_index,
                 **fields,
                 device_ns=recording.device_times.end(began),
                 group=group.group_name,
@@ -151,7 +153,7 @@ class FsdpSource:
                 after=recording.summariser.of(output),
             )
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
 
 
 def _groups_of(state: Any) -> list[Any]:

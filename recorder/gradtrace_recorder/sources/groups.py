@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradtrace_recorder.recording import Recording
+from gradtrace_recorder.recording.recording import Recording
 
 _ROLES = {
     "dp": "dp", "ddp": "dp", "data": "dp", "data_parallel": "dp", "replicate": "dp",

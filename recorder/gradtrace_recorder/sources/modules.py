@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 import time
@@ -11,51 +10,53 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradtrace_recorder.attribution import Frame, RootCall
-from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.journal import INSIDE, NOWHERE, Place
-from gradtrace_recorder.naming import ModuleName, holds_parameters, unwrapped
-from gradtrace_recorder.observers.replay import RUNNING
-from gradtrace_recorder.privates import found
-from gradtrace_recorder.recording import Gate, Left, Recording
-from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone, is_of_a_compiler
-from gradtrace_recorder.sources.ddp import DdpSource
-from gradtrace_recorder.sources.dry_runs import is_dry_run
-from gradtrace_recorder.sources.fsdp import FsdpSource
-from gradtrace_recorder.sources.groups import Groups
-from gradtrace_recorder.sources.state import (
-    inside_backward,
+from gradtrace_recorder.journal.writer import INSIDE, NOWHERE, Place
+from gradtrace_recorder.recording.recording import Gate, Left, Recording
+from gradtrace_recorder.recording.replay import RUNNING
+from gradtrace_recorder.recording.snapshots import (
     record_parameters_before,
     rng_fingerprint,
 )
-from gradtrace_recorder.standing import TOLD, no_module_runs
-from gradtrace_recorder.summaries.summariser import named_tensors, unasked
+from gradtrace_recorder.sources.calls import Call, OpenCalls, OwnHooksDone
+from gradtrace_recorder.sources.groups import Groups
+from gradtrace_recorder.sources.inputs import Inputs
+from gradtrace_recorder.sources.source import Source, Sources
+from gradtrace_recorder.state.attribution import Frame, RootCall
+from gradtrace_recorder.state.naming import ModuleName, holds_parameters, unwrapped
+from gradtrace_recorder.state.passes import Pass
+from gradtrace_recorder.summaries.nested import named_tensors
 from gradtrace_recorder.summaries.values import Packed
+from gradtrace_recorder.torch_internals.autograd import inside_backward, sequence_nr
+from gradtrace_recorder.torch_internals.dry_runs import is_dry_run
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.frames import is_of_a_compiler
+from gradtrace_recorder.torch_internals.modes import unasked
+from gradtrace_recorder.torch_internals.standing import TOLD, no_module_runs
 from gradtrace_schemas.journal import AFTER_MODULE, IN_MODULE, NULL_INT32
 
 _clock = time.monotonic_ns
 _get_ident = threading.get_ident
-_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 
 
-class ModuleSource:
+class ModuleSource(Source):
     """Told by the global forward hooks: two calls for each module call, nothing for each operation.
 
     Source of the hooks' order and of `always_call`: torch/nn/modules/module.py, `_call_impl`.
     """
 
-    def __init__(self, gate: Gate, guard: Guard, ddp: DdpSource, fsdp: FsdpSource) -> None:
-        self._gate = gate
-        self._guard = guard
-        self._ddp = ddp
-        self._fsdp = fsdp
+    # A call that it knew when it failed would name whatever is made from then on, unless a pass ended that.
+    hears_when_closed = True
+
+    def __init__(self, gate: Gate, guard: Guard, sources: Sources) -> None:
+        super().__init__(gate, guard)
+        self._sources = sources
         self._groups = Groups()
         self._local = OpenCalls()
         self._calls: dict[tuple[int, int, str, int], int] = {}
         self._calls_at: tuple[int, int | None] = (-1, -1)
         self._parameters_at: dict[int, int] = {}
-        self._signatures: dict[type, list[str]] = {}
+        self._inputs = Inputs()
         self._phases: dict[str, int] = {}
 
     def attach(self) -> None:
@@ -67,11 +68,11 @@ class ModuleSource:
         """Be told no more."""
         for call in self._local.stack:
             call.forget()
-        self._guard.is_open = False
+        self.guard.is_open = False
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is about to be called."""
-        if not self._guard.is_open or RUNNING.now:
+        if not self.guard.is_open or RUNNING.now:
             return
         try:
             with unasked():
@@ -79,11 +80,11 @@ class ModuleSource:
                 if recording is not None:
                     self._enter(recording, module, args)
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         # Of a call that raised the output is `...`.
-        if not self._guard.is_open or RUNNING.now:
+        if not self.guard.is_open or RUNNING.now:
             return
         recording = self._gate.recording
         if recording is None:
@@ -107,21 +108,21 @@ class ModuleSource:
                         # Ended early: what the backward pass needs is there. Its time was taken all the same.
                         self._exit(recording, stack, call, {}, None)
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
 
     def _resumed(self) -> None:
         """A call is over that was lost: what is made from here on belongs to the call around it."""
         recording = self._gate.recording
-        if self._guard.is_open and recording is not None and torch.is_grad_enabled():
+        if self.guard.is_open and recording is not None and torch.is_grad_enabled():
             stack = self._local.stack
-            recording.attribution.mark(_get_sequence_nr(), stack[-1].frame if stack else None)
+            recording.attribution.mark(sequence_nr(), stack[-1].frame if stack else None)
 
-    def own_hooks_done(
+    def _own_hooks_done(
         self, module: nn.Module, call: Call, args: Any, kwargs: Any, output: Any
     ) -> None:
         """The module's own hooks have run after this call; called for other live calls of it too."""
         recording = self._gate.recording
-        if not self._guard.is_open or recording is None:
+        if not self.guard.is_open or recording is None:
             return
         try:
             stack = self._local.stack
@@ -130,7 +131,7 @@ class ModuleSource:
                     self._leave(recording, stack, call, args, kwargs, output)
                     self._exit(recording, stack, call, kwargs, output)
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
 
     def _enter(self, recording: Recording, module: nn.Module, args: tuple[Any, ...]) -> None:
         timeline = recording.timeline
@@ -139,12 +140,12 @@ class ModuleSource:
         native = recording.native
         # Asked here of the native library, which looks at one frame after the other: none of ours more than must be.
         if stack and (native is None or not native.library.calls_run(2)):
-            self.forget_abandoned(recording, entering=True)
+            self._forget_abandoned(recording, entering=True)
         if not stack and is_dry_run():
             return
         name = recording.names.module(module)
         if name is None:
-            if is_of_a_compiler(module):
+            if is_of_a_compiler(unwrapped(module)):
                 return
             around = stack[-1].name if stack else None
             name = recording.names.adopt(module, around.root if around is not None else None)
@@ -185,19 +186,19 @@ class ModuleSource:
             call.phase, outer,
         )  # fmt: skip
         if grad_mode:
-            call.began = began = _get_sequence_nr()
+            call.began = began = sequence_nr()
             recording.attribution.mark(began, frame)
             recording.versions.went_in(began, frame, args)
         if name.wraps and grad_mode:
-            self._ddp.forward_begins(module)
+            self._sources.wrapper_called(recording, module)
         if not stack and not in_backward:
-            self._record_inputs(recording, module, name, index, args)
+            self._inputs.record(recording, module, name, index, args)
         summariser = recording.summariser
         if not summariser.off and (self._is_row(recording, name) or name.is_compiled):
             call.inputs = summariser.of_all(args)
         if module._forward_hooks:
             # A hook of the job's on the module may replace its output: see what the last of them leaves.
-            hook = OwnHooksDone(self, call)
+            hook = OwnHooksDone(self._own_hooks_done, call)
             # Unbound: a class of the job's may have a method of that name, and a scripted module has none.
             call.last_hook = nn.Module.register_forward_hook(module, hook, with_kwargs=True)
         stack.append(call)
@@ -217,7 +218,12 @@ class ModuleSource:
         call.inside = inside = (IN_MODULE, *place)
         recording.journal.move(_get_ident(), at_ns, inside)
 
-    def forget_abandoned(self, recording: Recording, *, entering: bool = False) -> None:
+    def pass_begins(self, recording: Recording, begun: Pass) -> None:
+        """No call of a module runs around a pass, unless that is inside another."""
+        if begun.top_level:
+            self._forget_abandoned(recording)
+
+    def _forget_abandoned(self, recording: Recording, *, entering: bool = False) -> None:
         """An exception that no hook saw may have left calls behind: what was made since is nobody's.
 
         `entering` says that a module is just being called.
@@ -226,7 +232,7 @@ class ModuleSource:
         library = None if native is None else native.library
         if self._local.forget_abandoned(entering=entering, library=library):
             no_module_runs()
-            recording.attribution.lost(_get_sequence_nr())
+            recording.attribution.lost(sequence_nr())
             recording.journal.move(_get_ident(), recording.timeline.now(), NOWHERE)
 
     def _innermost(self, stack: list[Call], module: nn.Module) -> Call | None:
@@ -264,7 +270,7 @@ class ModuleSource:
             recording.left = Left(error, inside, place)
         if call.frame is not None and torch.is_grad_enabled():
             outer = stack[-1].frame if stack else None
-            attribution, number = recording.attribution, _get_sequence_nr()
+            attribution, number = recording.attribution, sequence_nr()
             attribution.mark(number, outer)
             if rest:
                 recording.versions.came_out(number, call.frame, args, (rest[1],))
@@ -301,9 +307,7 @@ class ModuleSource:
                 None if is_off else recording.summariser.of_all(output),
             )
         if not stack and not inside_backward():
-            for key, tensor in named_tensors(kwargs):
-                summary = recording.summariser.of(tensor)
-                recording.rows.input(name.root, frame.call_index, key, tensor, summary)
+            self._inputs.record_named(recording, name, frame.call_index, kwargs)
             if frame.root_call is not None:
                 timeline.totals.forward_ns += end - call.start_ns
                 if not any(t.requires_grad for _, t in named_tensors(output)):
@@ -318,13 +322,12 @@ class ModuleSource:
         trains = grad_mode and not inside_backward() and holds_parameters(module)
         if not trains:
             if timeline.is_first:
-                recording.counter.read_early(recording)
+                recording.counter.read_early()
             return None
         if timeline.is_by_parameters:
             recording.updates.root_called(name.root)
         timeline.activity()
-        self._ddp.root_called(module)
-        self._fsdp.root_called(recording, module)
+        self._sources.root_called(recording, module)
         root_call = RootCall()
         timeline.totals.root_calls.append(root_call)
         if not timeline.is_recorded:
@@ -336,21 +339,6 @@ class ModuleSource:
             self._parameters_at[name.root] = timeline.step
             record_parameters_before(recording, name.root)
         return root_call
-
-    def _record_inputs(
-        self,
-        recording: Recording,
-        module: nn.Module,
-        name: ModuleName,
-        call_index: int,
-        args: tuple[Any, ...],
-    ) -> None:
-        names = self._argument_names(unwrapped(module))
-        for position, argument in enumerate(args):
-            own = names[position] if position < len(names) else f"args.{position}"
-            for key, tensor in named_tensors(argument, own):
-                summary = recording.summariser.of(tensor)
-                recording.rows.input(name.root, call_index, key, tensor, summary)
 
     def _with_kwargs(
         self, recording: Recording, inputs: Packed | None, kwargs: dict[str, Any]
@@ -388,22 +376,6 @@ class ModuleSource:
         if number is None:
             number = self._phases[phase] = recording.journal.string(phase)
         return number
-
-    def _argument_names(self, module: nn.Module) -> list[str]:
-        kind = type(module)
-        names = self._signatures.get(kind)
-        if names is None:
-            try:
-                parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
-                positional = (
-                    inspect.Parameter.POSITIONAL_ONLY,
-                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                )
-                names = [p.name for p in parameters if p.kind in positional]
-            except (AttributeError, TypeError, ValueError):
-                names = []
-            self._signatures[kind] = names
-        return names
 
 
 never_compiled(ModuleSource)

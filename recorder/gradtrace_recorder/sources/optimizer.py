@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
-from gradtrace_recorder.call_sites import passed_over
-from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.privates import found
-from gradtrace_recorder.recording import Gate, Recording
+from gradtrace_recorder.recording.recording import Gate, Recording
 from gradtrace_recorder.sources.closures import closure_of, with_closure_seen
 from gradtrace_recorder.sources.optimizer_rows import OptimizerRows
-from gradtrace_recorder.sources.state import inside_backward
-from gradtrace_recorder.standing import TOLD
-from gradtrace_recorder.summaries.summariser import unasked
+from gradtrace_recorder.sources.source import Source
+from gradtrace_recorder.torch_internals.autograd import inside_backward, sequence_nr
+from gradtrace_recorder.torch_internals.call_sites import passed_over
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.frames import is_inside_another_step
+from gradtrace_recorder.torch_internals.modes import unasked
+from gradtrace_recorder.torch_internals.privates import found
+from gradtrace_recorder.torch_internals.standing import TOLD
 from gradtrace_schemas.journal import AFTER_OPTIMIZER, IN_OPTIMIZER, NULL_INT32
-
-_get_sequence_nr = found("torch._C._autograd._get_sequence_nr", lambda: 0)
 
 _NewArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -48,7 +46,7 @@ class _ThreadState(threading.local):
         self.stepped: list[weakref.ref[Optimizer]] = []  # inside the outermost, itself included
 
 
-class OptimizerSource:
+class OptimizerSource(Source):
     """Global step hooks of `torch.optim`, and a wrapper of `GradScaler.step`.
 
     The hooks are silent when a GradScaler skips a step, so its `step` is seen too.
@@ -56,8 +54,7 @@ class OptimizerSource:
     """
 
     def __init__(self, gate: Gate, guard: Guard) -> None:
-        self._gate = gate
-        self._guard = guard
+        super().__init__(gate, guard)
         self._local = _ThreadState()
         self._rows = OptimizerRows()
         self._steps_seen = 0
@@ -92,11 +89,11 @@ class OptimizerSource:
             if torch.amp.GradScaler.step is ours:
                 torch.amp.GradScaler.step = original  # type: ignore[method-assign]
             self._scaler_step = None
-        self._guard.is_open = False
+        self.guard.is_open = False
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> _NewArguments | None:
         """An optimizer is about to step: with a closure that is seen, if it was given one."""
-        if not self._guard.is_open:
+        if not self.guard.is_open:
             return None
         try:
             self._steps_seen += 1
@@ -104,14 +101,14 @@ class OptimizerSource:
             if recording is not None:
                 return self._begins(recording, optimizer, args, kwargs)
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
         return None
 
     def _begins(
         self, recording: Recording, optimizer: Optimizer, args: Any, kwargs: Any
     ) -> _NewArguments | None:
         local, rows = self._local, self._rows
-        if local.stack and not _is_inside_another():
+        if local.stack and not is_inside_another_step():
             local.stack.clear()  # an earlier step raised, and no hook told us
         stack = local.stack
         timeline = recording.timeline
@@ -140,7 +137,7 @@ class OptimizerSource:
         return with_closure_seen(args, kwargs, self._closure_begins, self._closure_ends)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._guard.is_open:
+        if not self.guard.is_open:
             return
         try:
             recording = self._gate.recording
@@ -169,7 +166,7 @@ class OptimizerSource:
             timeline.totals.recorder_ns += timeline.now() - ended
             timeline.optimizer_stepped(inside_backward=inside_backward())
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
 
     def _closure_begins(self) -> int:
         recording = self._gate.recording
@@ -179,7 +176,7 @@ class OptimizerSource:
         """The optimizer's closure has run forward and backward: now its gradients are what it will see."""
         recording = self._gate.recording
         stack = self._local.stack
-        if recording is None or not stack or not self._guard.is_open:
+        if recording is None or not stack or not self.guard.is_open:
             return
         try:
             timeline = recording.timeline
@@ -201,7 +198,7 @@ class OptimizerSource:
             outermost.closure_ns += now - began
             timeline.totals.recorder_ns += now - ended
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
 
     def _move(self, recording: Recording, kind: int, optimizer: Optimizer, at_ns: int) -> None:
         name = recording.journal.string(type(optimizer).__name__)
@@ -210,7 +207,7 @@ class OptimizerSource:
         recording.journal.move(threading.get_ident(), at_ns, place)
         if timeline.is_recorded:
             recording.versions.optimizer(
-                _get_sequence_nr(),
+                sequence_nr(),
                 type(optimizer).__name__,
                 (p for group in optimizer.param_groups for p in group["params"]),
                 is_over=kind == AFTER_OPTIMIZER,
@@ -218,7 +215,7 @@ class OptimizerSource:
 
     def _scaler_stepped(self, scaler: Any, optimizer: Any, *, left_out: bool) -> None:
         recording = self._gate.recording
-        if not self._guard.is_open or recording is None:
+        if not self.guard.is_open or recording is None:
             return
         try:
             timeline = recording.timeline
@@ -235,7 +232,7 @@ class OptimizerSource:
             timeline.totals.recorder_ns += timeline.now() - entered
             timeline.optimizer_stepped(inside_backward=inside_backward(), by_scaler=True)
         except Exception as error:
-            self._guard.failed(error)
+            self.guard.failed(error)
 
 
 def _skipped_inside(scaler: Any, optimizer: Any) -> bool | None:
@@ -253,18 +250,4 @@ def _skipped_inside(scaler: Any, optimizer: Any) -> bool | None:
     return any(bool(one) for one in found.values())
 
 
-def _is_inside_another() -> bool:
-    """Whether the step that is just beginning is made by another optimizer's step, or by its closure.
-
-    Source: torch/optim/optimizer.py, `Optimizer.profile_hook_step` (2.13): its wrapper calls the hooks.
-    """
-    frame: Any = sys._getframe(1)
-    running = 0
-    while frame is not None:
-        if frame.f_code.co_name == "wrapper" and frame.f_globals is vars(torch_optimizer):
-            running += 1
-        frame = frame.f_back
-    return running > 1
-
-
-never_compiled(OptimizerSource, _is_inside_another)
+never_compiled(OptimizerSource)

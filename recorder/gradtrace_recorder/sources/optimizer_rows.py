@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gradtrace_recorder.dynamo import never_compiled
-from gradtrace_recorder.naming import ParameterName
-from gradtrace_recorder.recording import Recording
-from gradtrace_recorder.sources.state import record_gradients, record_parameters_after
+from gradtrace_recorder.recording.recording import Recording
+from gradtrace_recorder.recording.snapshots import record_gradients, record_parameters_after
+from gradtrace_recorder.state.naming import ParameterName
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
 
 # Where wrappers keep what they wrap is looked for among so many values, and in so many frames.
 _MOST_VALUES, _MOST_FRAMES = 4096, 16

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from gradtrace_recorder.actions import FORWARD, FULL, INPUT, WEIGHT, Action, OwnAction
-from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.naming import holds_parameters
-from gradtrace_recorder.recording import Gate, Recording
+from gradtrace_recorder.recording.recording import Gate, Recording
+from gradtrace_recorder.recording.snapshots import record_gradients
+from gradtrace_recorder.sources.source import Source
 from gradtrace_recorder.sources.stage_waits import (
     OPERATIONS,
     Ended,
@@ -23,10 +22,12 @@ from gradtrace_recorder.sources.stage_waits import (
     StageWaits,
     is_recorded,
 )
-from gradtrace_recorder.sources.state import record_gradients
-from gradtrace_recorder.stages import STAGES, WAIT
-from gradtrace_recorder.summaries.summariser import unasked, unseen
+from gradtrace_recorder.state.actions import FORWARD, FULL, INPUT, WEIGHT, Action, OwnAction
+from gradtrace_recorder.state.naming import holds_parameters
 from gradtrace_recorder.summaries.values import Packed
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.modes import unasked, unseen
+from gradtrace_recorder.torch_internals.stages import STAGES, WAIT
 
 _FUNCTIONS = {
     "stage_backward": FULL,
@@ -35,12 +36,11 @@ _FUNCTIONS = {
 }
 
 
-class PipelineSource:
+class PipelineSource(Source):
     """Sees the functions of `stages.py`, and serves `gradtrace_recorder.stage`."""
 
     def __init__(self, gate: Gate, guard: Guard) -> None:
-        self._gate = gate
-        self._guard = guard
+        super().__init__(gate, guard)
         self._rows = StageRows()
         self._waits = StageWaits(self._rows)
 
@@ -51,13 +51,13 @@ class PipelineSource:
 
     def detach(self) -> None:
         """See no more."""
-        self._guard.is_open = False
+        self.guard.is_open = False
         if STAGES.observer is self:
             STAGES.detach()
 
     def begins(self, name: str, arguments: dict[str, Any]) -> Ended | None:
         """A seen function is called."""
-        if not self._guard.is_open:
+        if not self.guard.is_open:
             return None
         try:
             with unasked():
@@ -72,7 +72,7 @@ class PipelineSource:
     def ends(self, opened: Ended, result: Any, error: BaseException | None) -> None:
         """It has returned, or raised."""
         recording = self._gate.recording
-        if recording is None or not self._guard.is_open:
+        if recording is None or not self.guard.is_open:
             return  # after a failure of ours, what was open has been given up
         try:
             with unasked():
@@ -83,7 +83,7 @@ class PipelineSource:
     @contextlib.contextmanager
     def stage(self, index: int, microbatch: int, kind: str) -> Iterator[OwnAction]:
         """The block is an action of a stage of the job's own pipeline."""
-        recording = self._gate.enter() if self._guard.is_open else None
+        recording = self._gate.enter() if self.guard.is_open else None
         if recording is None:
             yield OwnAction()
             return
@@ -108,7 +108,7 @@ class PipelineSource:
     def _summarised(self, tensors: Any) -> Packed | None:
         recording = self._gate.recording
         try:
-            if self._guard.is_open and recording is not None and is_recorded(recording):
+            if self.guard.is_open and recording is not None and is_recorded(recording):
                 with unasked():
                     return recording.summariser.of_all(tensors)
         except Exception as error:
@@ -126,7 +126,7 @@ class PipelineSource:
                 if action.before is not None:
                     recording.timeline.leave_microbatch(action.before)
             self._waits.forget(recording)
-        self._guard.failed(error)
+        self.guard.failed(error)
 
     def _begun(self, recording: Recording, name: str, arguments: dict[str, Any]) -> Ended | None:
         if name in _FUNCTIONS:

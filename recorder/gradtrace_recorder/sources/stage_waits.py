@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gradtrace_recorder.actions import FORWARD, Action
-from gradtrace_recorder.recording import Recording
+from gradtrace_recorder.recording.recording import Recording
+from gradtrace_recorder.state.actions import FORWARD, Action
 from gradtrace_schemas.journal import NULL_INT64
 
 OPERATIONS = {

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from models import MODELS, batch_for
 
 import gradtrace_recorder
-from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.journal.writer import JournalWriter
 
 # Drains all the time, so that kills hit a drain, and the renaming of a part, too.
 JournalWriter.__init__.__kwdefaults__["half_records"] = 1024

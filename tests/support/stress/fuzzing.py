@@ -21,7 +21,7 @@ from gradtrace_analyzer.failures.endings import endings
 from gradtrace_analyzer.runs.last_seen import of_journal, of_object
 from gradtrace_analyzer.runs.opening import open_run
 from gradtrace_analyzer.sql.views import connect
-from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.journal.writer import JournalWriter
 from gradtrace_schemas import ALL_TABLES, TABLES, layout
 from gradtrace_schemas.batches import arrow_table, write_part
 from gradtrace_schemas.journal import (

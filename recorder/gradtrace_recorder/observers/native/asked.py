@@ -12,10 +12,11 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from gradtrace_recorder.attribution import Attribution, Frame
 from gradtrace_recorder.guard import is_of_a_signal_handler
-from gradtrace_recorder.summaries.summariser import Summariser, shape_fields, unasked
+from gradtrace_recorder.state.attribution import Attribution, Frame
+from gradtrace_recorder.summaries.summariser import Summariser, shape_fields
 from gradtrace_recorder.summaries.values import as_bytes
+from gradtrace_recorder.torch_internals.modes import unasked
 from gradtrace_schemas.journal import MAX_DIMENSIONS
 
 _SHAPE = struct.Struct(f"<B{MAX_DIMENSIONS}q")

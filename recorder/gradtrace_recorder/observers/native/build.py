@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gradtrace_recorder.settings import NATIVE_CACHE
+from gradtrace_recorder.settings.variables import NATIVE_CACHE
 
 NAME = "gradtrace_native"
 CACHE_VARIABLE = NATIVE_CACHE.variable

@@ -1,33 +1,16 @@
-"""Whether the native observer is used, and what of it a recording holds."""
+"""Whether the native observer is used, and which journal a recording has with it."""
 
 from __future__ import annotations
 
-import collections
 from pathlib import Path
 from typing import Any
 
 from gradtrace_recorder.guard import Problems
-from gradtrace_recorder.journal import JournalWriter
+from gradtrace_recorder.journal.writer import JournalWriter
 from gradtrace_recorder.observers.native.build import library
 from gradtrace_recorder.observers.native.journal import NativeJournal
-from gradtrace_recorder.settings import Settings
-
-
-class Native:
-    """The library, and what was left to the Python observer even so, by reason."""
-
-    def __init__(self, library: Any) -> None:
-        self.library = library
-        self.python_passes: collections.Counter[str] = collections.Counter()
-        self.python_nodes: collections.Counter[str] = collections.Counter()
-
-    def as_json(self) -> dict[str, Any]:
-        """What the rank's json says of it."""
-        return {
-            "kind": "native",
-            "python_passes": dict(self.python_passes),
-            "python_nodes": dict(self.python_nodes),
-        }
+from gradtrace_recorder.recording.native_library import Native
+from gradtrace_recorder.settings.variables import Settings
 
 
 def chosen_native(settings: Settings, problems: Problems) -> Native | None:

@@ -11,8 +11,8 @@ import mmap
 from pathlib import Path
 from typing import Any
 
-from gradtrace_recorder.journal import INSIDE, NOWHERE, JournalWriter, Place
-from gradtrace_recorder.ring import Ring
+from gradtrace_recorder.journal.ring import Ring
+from gradtrace_recorder.journal.writer import INSIDE, NOWHERE, JournalWriter, Place
 from gradtrace_schemas.journal import (
     DROPS,
     DROPS_OFFSET,

@@ -13,25 +13,25 @@ from typing import Any, Protocol
 
 import torch
 
-from gradtrace_recorder.attribution import Frame
-from gradtrace_recorder.dynamo import never_compiled
 from gradtrace_recorder.guard import Guard
-from gradtrace_recorder.naming import ParameterName
 from gradtrace_recorder.observers.native.asked import foreign, makers
-from gradtrace_recorder.observers.native.choice import Native
 from gradtrace_recorder.observers.native.journal import NativeJournal
 from gradtrace_recorder.observers.node_hooks import NO_SEQUENCE_NUMBER, NodeHooks
+from gradtrace_recorder.observers.pass_context import EngineCall
 from gradtrace_recorder.observers.python import (
     Culprit,
-    EngineCall,
     PassWatch,
     PythonObserver,
     node_of,
 )
-from gradtrace_recorder.observers.release import release_waiting
-from gradtrace_recorder.recording import Recording
+from gradtrace_recorder.recording.native_library import Native
+from gradtrace_recorder.recording.recording import Recording
+from gradtrace_recorder.state.attribution import Frame
+from gradtrace_recorder.state.naming import ParameterName
 from gradtrace_recorder.summaries.device.backends import BACKENDS
 from gradtrace_recorder.summaries.values import NOTHING, as_bytes
+from gradtrace_recorder.torch_internals.dynamo import never_compiled
+from gradtrace_recorder.torch_internals.release import release_waiting
 from gradtrace_schemas import TABLES
 from gradtrace_schemas.journal import (
     KINDS,
@@ -122,7 +122,7 @@ class NativeObserver(PythonObserver):
                 continue
             if not isinstance(watch, NativePassWatch):
                 return None
-            if watch.began_on != thread or watch.recording is not recording:
+            if watch.began_on != thread or watch.context.recording is not recording:
                 return None
             found.append(watch)
         return None if found and _HAS_DEVICES else found
@@ -182,9 +182,10 @@ class _Shared:
 
     def begin(self, watch: NativePassWatch) -> Any:
         """The library's half of a pass."""
+        at = watch.rows
         return self.native.library.Pass(
-            self._settings, watch.step, watch.microbatch, watch.backward_index, watch.phase, watch.stage_index
-        )  # fmt: skip
+            self._settings, at.step, at.microbatch, at.backward_index, at.phase, at.stage_index
+        )
 
     def leaf(self, named: ParameterName) -> _Leaf:
         """The numbers that name a parameter's Node."""
@@ -230,10 +231,13 @@ class NativePassWatch(PassWatch):
         this one runs inside, of which it is not known which Node that runs, or it is one of this pass too."""
         release_waiting()
         done = None
-        if self.follows_half and len({node for node in map(node_of, outputs) if node}) == 1:
-            done = self.half_done or None
+        if (
+            self.context.call.follows_half
+            and len({node for node in map(node_of, outputs) if node}) == 1
+        ):
+            done = self.context.half_done or None
         self.node_count, self.root_node_name = self._native.walk(
-            outputs, node_of, self.recording.journal.string, done
+            outputs, node_of, self.context.recording.journal.string, done
         )
         is_watching = False
         try:
@@ -261,8 +265,9 @@ class NativePassWatch(PassWatch):
     def close(self, *, failed: bool) -> Culprit:
         """Let go of all Nodes. Gives the one that was running when the pass failed; its row is written now."""
         running, own_ns, late_hooks, error = self._native.close()
-        if self.half == "input" and self.half_done is not None:
-            self.half_done.update(self._native.ended())
+        half_done = self.context.half_done
+        if half_done is not None and self.context.call.half == "input":
+            half_done.update(self._native.ended())
         for (
             index,
             name,
@@ -286,27 +291,27 @@ class NativePassWatch(PassWatch):
         culprit = super().close(failed=failed)
         if not self._is_released:
             self._is_released = True
-            if not failed or self.recording.names.device is None:
+            if not failed or self.context.recording.names.device is None:
                 self._observer.let_go(self._native, self._own)
             # Else they stay on, and do nothing: a device's thread may still read hooks of the Node that it was running
             # when another one failed.
-            self.totals.recorder_ns += own_ns
+            self.context.totals.recorder_ns += own_ns
             if late_hooks:
                 reason = "a hook on a parameter came while the pass ran"
-                self.recording.summariser.unsummarised[reason] += late_hooks
+                self.context.recording.summariser.unsummarised[reason] += late_hooks
             if error is not None:
-                self.guard.failed(HookFailed(error))
+                self.context.guard.failed(HookFailed(error))
         return culprit
 
     def _attach(self, roots: Sequence[Any]) -> None:
         """`roots` are what the engine is given."""
-        recording, native, shared = self.recording, self._native, self._shared
+        recording, native, shared = self.context.recording, self._native, self._shared
         names = recording.names
         if names.sharded:
             self._stand_ins = names.stand_ins()
         only_named = bool(recording.settings.modules)
-        if self.accumulates:  # autograd.grad never runs them
-            all_left = only_named or self.gradient_ready is not None
+        if self.context.call.accumulates:  # autograd.grad never runs them
+            all_left = only_named or self.context.call.gradient_ready is not None
             places = None if all_left else names.places
             for which, variable, used_by in native.attach_leaves(
                 places, names.places_given, shared.leaf, shared.accumulate, recording.summariser.off
@@ -321,14 +326,14 @@ class NativePassWatch(PassWatch):
         )
 
     def _attach_native_leaf(self, which: int, variable: torch.Tensor, used_by: int) -> None:
-        recording, native = self.recording, self._native
+        recording, native = self.context.recording, self._native
         names = recording.names
         named = names.tensor(variable)
         if named is None and recording.attribution.is_of_one_thread:
             named = names.orphan(variable, used_by)
         shown = named or (self._stand_ins.get(id(variable)) if self._stand_ins else None)
         reason = None
-        if named is not None and self.gradient_ready is not None:
+        if named is not None and self.context.call.gradient_ready is not None:
             reason = "a reducer waits for the gradient"
         else:
             root, holder, own, frame = NULL_INT32, NULL_STRING, NULL_STRING, None

@@ -1,0 +1,1 @@
+"""The thread that makes parts of the journal's records. No torch."""
