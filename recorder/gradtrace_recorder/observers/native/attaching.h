@@ -28,7 +28,7 @@ bool root_of(PyObject* output, PyObject* node_of, NodePtr& root) {
       return true;
     }
   }
-  const Owned node(PyObject_CallOneArg(node_of, output));
+  const Owned node(called(node_of, output));
   if (node && node.get() != Py_None) {
     root = pointer_to(node.get());
   }

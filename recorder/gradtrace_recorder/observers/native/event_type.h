@@ -2,6 +2,7 @@
 #pragma once
 
 #include "journal.h"
+#include "python.h"
 
 namespace gradtrace {
 namespace {
@@ -38,9 +39,10 @@ PyObject* event_wait(PyObject* self, PyObject* seconds) {
     return nullptr;
   }
   bool is_set;
-  Py_BEGIN_ALLOW_THREADS
-  is_set = event_of(self).wait(limit);
-  Py_END_ALLOW_THREADS
+  {
+    const Unlocked unlocked;
+    is_set = event_of(self).wait(limit);
+  }
   return PyBool_FromLong(is_set);
 }
 

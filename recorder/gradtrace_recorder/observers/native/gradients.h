@@ -207,7 +207,7 @@ class Gradients {
       PyErr_Clear();
       throw std::runtime_error("a gradient that Python cannot have");
     }
-    const Owned bytes(PyObject_CallOneArg(settings_->foreign, wrapped.get()));
+    const Owned bytes(called(settings_->foreign, wrapped.get()));
     check_answer(bytes.get());
     if (!PyBytes_Check(bytes.get()) || PyBytes_GET_SIZE(bytes.get()) != sizeof given) {
       throw std::runtime_error("a summary of another size");

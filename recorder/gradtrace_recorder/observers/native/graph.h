@@ -126,9 +126,10 @@ void Settings::forget_places() {
 }
 
 Settings::~Settings() {
-  // The last pass may go on any thread: with the engine's, when a graph ends.
-  if (Py_IsInitialized()) {
-    const PyGILState_STATE gil = PyGILState_Ensure();
+  // The last pass may go on any thread: with the engine's, when a graph ends. Of a Python that goes down nothing is
+  // given back.
+  if (Py_IsInitialized() && !is_python_ending()) {
+    const PyGILState_STATE gil = coming_for_gil(PyGILState_Ensure);
     Py_XDECREF(foreign);
     Py_XDECREF(begins);
     Py_XDECREF(ends);

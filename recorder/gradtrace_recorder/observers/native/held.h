@@ -2,6 +2,7 @@
 #pragma once
 
 #include "journal.h"
+#include "python.h"
 
 namespace gradtrace {
 namespace {
@@ -19,11 +20,10 @@ class Held {
   Held& operator=(const Held&) = delete;
   static void take(Journal& journal) {
     while (!journal.lock.try_lock()) {
-      Py_BEGIN_ALLOW_THREADS
+      const Unlocked unlocked;
       // It is not kept: hooks would be held up until the GIL comes back.
       journal.lock.lock();
       journal.lock.unlock();
-      Py_END_ALLOW_THREADS
     }
   }
 

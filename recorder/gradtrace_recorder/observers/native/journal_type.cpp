@@ -196,10 +196,11 @@ PyObject* journal_map_ahead(PyObject* self, PyObject*) {
     core.mapped += length;
   }
   int failed = 0;
-  Py_BEGIN_ALLOW_THREADS
-  // Should the file be let go of meanwhile, there is nothing to map, and that is said.
-  failed = madvise(at, static_cast<size_t>(length), kPopulateWrite);
-  Py_END_ALLOW_THREADS
+  {
+    const Unlocked unlocked;
+    // Should the file be let go of meanwhile, there is nothing to map, and that is said.
+    failed = madvise(at, static_cast<size_t>(length), kPopulateWrite);
+  }
   return PyBool_FromLong(!failed);
 }
 

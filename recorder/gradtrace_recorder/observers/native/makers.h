@@ -24,8 +24,8 @@ void begin_making(const Settings& settings, Maker& maker, PyObject* frame) {
     return;
   }
   const Gil gil;
-  const Owned told(PyObject_CallFunction(
-      settings.begins, "KO", static_cast<unsigned long long>(at::sequence_number::peek()), frame));
+  const Owned number(PyLong_FromUnsignedLongLong(at::sequence_number::peek()));
+  const Owned told(number ? called(settings.begins, number.get(), frame) : nullptr);
   check_answer(told.get());
   maker.is_making = true;
 }
@@ -36,8 +36,8 @@ void end_making(const Settings& settings, Maker& maker) {
     return;
   }
   const Gil gil;
-  const Owned told(
-      PyObject_CallFunction(settings.ends, "K", static_cast<unsigned long long>(at::sequence_number::peek())));
+  const Owned number(PyLong_FromUnsignedLongLong(at::sequence_number::peek()));
+  const Owned told(number ? called(settings.ends, number.get()) : nullptr);
   check_answer(told.get());
 }
 

@@ -31,7 +31,9 @@ bool read_call(PyObject* frame, Call& call) {
     return true;
   }
   const Owned used = of_used.of(root_call.get());
-  return used && (used.get() == Py_True || PyObject_SetAttr(root_call.get(), of_used.name(), Py_True) == 0);
+  return used &&
+      (used.get() == Py_True ||
+       coming_for_gil([&] { return PyObject_SetAttr(root_call.get(), of_used.name(), Py_True); }) == 0);
 }
 
 // Whether a Function defined in Python: the type of its Node is not exported by torch, so it is asked for by name (2.13).
@@ -58,7 +60,7 @@ bool new_name(Settings& settings, const Node& node, PyObject* string, NodeName& 
   }
   name.is_python = is_python_node(*type);
   const Owned text = text_of(node);
-  const Owned given(text ? PyObject_CallOneArg(string, text.get()) : nullptr);
+  const Owned given(text ? called(string, text.get()) : nullptr);
   if (!given) {
     return false;
   }
@@ -152,7 +154,7 @@ const LeafPlace* place_of(Settings& settings, PyObject* variable, PyObject* plac
   auto known = settings.leaves.find(named.get());
   if (known == settings.leaves.end()) {
     const Owned kind = of_kind.of(named.get());
-    const Owned given(kind ? PyObject_CallOneArg(leaf, named.get()) : nullptr);
+    const Owned given(kind ? called(leaf, named.get()) : nullptr);
     LeafNames names;
     if (!given ||
         !PyArg_ParseTuple(given.get(), "iIIO", &names.root, &names.holder, &names.parameter, &names.frame)) {

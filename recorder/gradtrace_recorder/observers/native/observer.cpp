@@ -131,19 +131,6 @@ PyType_Spec settings_spec = {
 // Elements that are summarised without letting go of the GIL: some 20 microseconds.
 constexpr int64_t kMostUnderLock = 65536;
 
-class Unlocked {
- public:
-  explicit Unlocked(bool wanted) : state_(wanted ? PyEval_SaveThread() : nullptr) {}
-  ~Unlocked() {
-    if (state_) {
-      PyEval_RestoreThread(state_);
-    }
-  }
-
- private:
-  PyThreadState* state_;
-};
-
 PyObject* tuple_of(const Numbers& numbers) {
   Owned lanes(PyTuple_New(kLanes));
   for (int lane = 0; lanes && lane < kLanes; ++lane) {

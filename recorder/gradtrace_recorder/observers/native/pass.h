@@ -110,6 +110,8 @@ class Pass {
       settings->journal->push(state.thread, entry);
     } catch (const python_error&) {
       throw; // the job's
+    } catch (const abi::__forced_unwind&) {
+      throw; // the thread ends: whoever keeps that ends the process
     } catch (const std::exception& failure) {
       fail(failure.what());
     } catch (...) {
@@ -145,6 +147,8 @@ class Pass {
     } catch (const python_error&) {
       settings->journal->pop(state.thread);
       throw; // the job's
+    } catch (const abi::__forced_unwind&) {
+      throw; // as above
     } catch (const std::exception& failure) {
       settings->journal->pop(state.thread);
       fail(failure.what());

@@ -2,13 +2,65 @@
 #pragma once
 
 #include <Python.h>
+#include <cxxabi.h>
 #include <structmember.h>
+#include <unistd.h>
 
 #include <exception>
 #include <utility>
 
 namespace gradtrace {
 namespace {
+
+// Runs what may come for the GIL: a call into Python, or taking the lock itself.
+//
+// CPython until 3.13 ends a thread that comes for the GIL while the interpreter goes down, by `pthread_exit`
+// (`take_gil` in Python/ceval_gil.c): a forced unwind, through whatever C++ stands on that thread's stack. A destructor
+// (none of which may throw), a `noexcept` or a `catch` that keeps it ends the process; a destructor that gives back a
+// reference would do that without the GIL. So such a thread stays here for good, as CPython itself lets it from 3.14 on:
+// the process ends without waiting for it. Nothing with a destructor of ours may be made inside `body`.
+template <class F>
+auto coming_for_gil(F body) {
+  try {
+    return body();
+  } catch (const abi::__forced_unwind&) {
+    for (;;) {
+      sleep(1000);
+    }
+  }
+}
+
+// Whether the interpreter goes down: nobody comes for the GIL any more.
+bool is_python_ending() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Without the GIL, where that is wanted.
+class Unlocked {
+ public:
+  explicit Unlocked(bool wanted = true) : state_(wanted ? PyEval_SaveThread() : nullptr) {}
+  ~Unlocked() {
+    if (state_) {
+      coming_for_gil([this] { PyEval_RestoreThread(state_); });
+    }
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
+// What a callable of Python's gives for these, null with an exception set. With the GIL.
+template <class... Arguments>
+PyObject* called(PyObject* callable, Arguments*... arguments) {
+  return coming_for_gil(
+      [&] { return PyObject_CallFunctionObjArgs(callable, arguments..., static_cast<PyObject*>(nullptr)); });
+}
 
 // Runs what may throw on Python's behalf.
 template <class F>
@@ -65,15 +117,15 @@ class Attribute {
         return Owned(Py_NewRef(value));
       }
     }
-    return Owned(PyObject_GetAttr(object, name()));
+    return Owned(coming_for_gil([&] { return PyObject_GetAttr(object, name()); }));
   }
 
   // The same, but a class's own `__getattr__`, which is for what an object lacks, is asked last.
   Owned of_instance(PyObject* object) {
-    PyObject* value = PyObject_GenericGetAttr(object, name());
+    PyObject* value = coming_for_gil([&] { return PyObject_GenericGetAttr(object, name()); });
     if (!value && PyErr_ExceptionMatches(PyExc_AttributeError)) {
       PyErr_Clear();
-      value = PyObject_GetAttr(object, name());
+      value = coming_for_gil([&] { return PyObject_GetAttr(object, name()); });
     }
     return Owned(value);
   }
@@ -95,7 +147,7 @@ class Attribute {
     Py_XDECREF(type_);
     type_ = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
     offset_ = -1;
-    const Owned slot(PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name()));
+    const Owned slot(coming_for_gil([&] { return PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name()); }));
     if (!slot) {
       PyErr_Clear();
     } else if (Py_TYPE(slot.get()) == &PyMemberDescr_Type) {

@@ -11,9 +11,15 @@
 namespace gradtrace {
 namespace {
 
+// Throws where Python is going down: a hook that wanted to ask it has nothing to write any more.
 class Gil {
  public:
-  Gil() : state_(PyGILState_Ensure()) {}
+  Gil() {
+    if (is_python_ending()) {
+      throw std::runtime_error("Python is going down");
+    }
+    state_ = coming_for_gil(PyGILState_Ensure);
+  }
   ~Gil() {
     PyGILState_Release(state_);
   }
@@ -21,7 +27,7 @@ class Gil {
   Gil& operator=(const Gil&) = delete;
 
  private:
-  const PyGILState_STATE state_;
+  PyGILState_STATE state_;
 };
 
 // With the GIL: what Python gave back that a hook asked. A text tells a failure of ours, and is thrown as a
