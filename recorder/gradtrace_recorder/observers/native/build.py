@@ -30,7 +30,13 @@ from gradtrace_recorder.settings import NATIVE_CACHE
 
 NAME = "gradtrace_native"
 CACHE_VARIABLE = NATIVE_CACHE.variable
-_SOURCES = ("summary.cpp", "journal.cpp", "journal_type.cpp", "observer.cpp")
+_CPP = Path(__file__).parent / "cpp"
+_SOURCES = (
+    "summary/summary.cpp",
+    "journal/journal.cpp",
+    "python/journal_type.cpp",
+    "python/observer.cpp",
+)
 # Contracted operations would give other bits on other processors; the vector code asks for them by name. Elements are
 # copied as words and read as numbers, which strict aliasing forbids.
 _FLAGS = (
@@ -124,11 +130,11 @@ def _loaded(path: Path) -> Any:
 
 
 def _build(compiler: str, built: Path) -> None:
-    here = Path(__file__).parent
     import torch
 
     root = Path(torch.__path__[0])
     includes = [
+        _CPP,
         root / "include",
         root / "include" / "torch" / "csrc" / "api" / "include",
         sysconfig.get_paths()["include"],
@@ -139,8 +145,8 @@ def _build(compiler: str, built: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="build-", dir=built.parent) as place:
         objects = []
         for source in _SOURCES:
-            into = str(Path(place) / f"{source}.o")
-            _run([compiler, *_FLAGS, *given, "-c", str(here / source), "-o", into])
+            into = str(Path(place) / f"{Path(source).stem}.o")
+            _run([compiler, *_FLAGS, *given, "-c", str(_CPP / source), "-o", into])
             objects.append(into)
         whole = Path(place) / built.name
         libraries = [f"-L{root / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
@@ -257,7 +263,6 @@ def _folder() -> Path:
     """Where libraries for this torch, this Python and these sources lie."""
     import torch
 
-    here = Path(__file__).parent
     parts: list[str | bytes] = [
         str(torch.__version__),
         str(getattr(torch.version, "git_version", "")),
@@ -269,7 +274,8 @@ def _folder() -> Path:
     with contextlib.suppress(OSError):  # one's own build of torch changes under the same version
         binary = Path(torch.__path__[0]) / "lib" / "libtorch_python.so"
         parts.append(str(binary.stat().st_size))
-    parts += [path.read_bytes() for kind in ("*.cpp", "*.h") for path in sorted(here.glob(kind))]
+    for path in sorted(path for kind in ("*.cpp", "*.h") for path in _CPP.rglob(kind)):
+        parts += [str(path.relative_to(_CPP)), path.read_bytes()]
     release = str(torch.__version__).replace("/", "-")
     return _cache() / "native" / f"torch-{release}-{_digest(*parts)}"
 

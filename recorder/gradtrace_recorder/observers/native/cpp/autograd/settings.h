@@ -2,8 +2,8 @@
 // Part of observer.cpp.
 #pragma once
 
-#include "clock.h"
-#include "journal.h"
+#include "autograd/clock.h"
+#include "journal/journal.h"
 
 #include <array>
 #include <cstdlib>

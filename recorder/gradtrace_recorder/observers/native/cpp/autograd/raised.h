@@ -1,7 +1,7 @@
 // What Python answers a hook. Part of observer.cpp.
 #pragma once
 
-#include "python.h"
+#include "python/python.h"
 
 #include <torch/csrc/Exceptions.h>
 

@@ -1,7 +1,7 @@
 // What a pass keeps of one Node. Part of observer.cpp.
 #pragma once
 
-#include "makers.h"
+#include "autograd/makers.h"
 
 namespace gradtrace {
 namespace {

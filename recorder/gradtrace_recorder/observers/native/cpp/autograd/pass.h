@@ -5,8 +5,8 @@
 // Node that may make others.
 #pragma once
 
-#include "node_state.h"
-#include "others_hooks.h"
+#include "autograd/node_state.h"
+#include "autograd/others_hooks.h"
 
 namespace gradtrace {
 namespace {

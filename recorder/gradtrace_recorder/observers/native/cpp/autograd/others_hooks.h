@@ -1,7 +1,7 @@
 // Whether anybody else has hooks on a parameter, or on the Node that accumulates it. Part of observer.cpp.
 #pragma once
 
-#include "tensors.h"
+#include "autograd/tensors.h"
 
 namespace gradtrace {
 namespace {

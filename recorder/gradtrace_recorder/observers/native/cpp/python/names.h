@@ -2,7 +2,7 @@
 // Part of observer.cpp. All of it with the GIL.
 #pragma once
 
-#include "graph.h"
+#include "autograd/graph.h"
 
 namespace gradtrace {
 namespace {

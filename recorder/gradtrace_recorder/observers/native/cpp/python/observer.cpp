@@ -1,6 +1,6 @@
 // The library's face in Python: `Settings`, `Pass` (pass_type.h), `Sightings` (sightings.h) and summaries.
-#include "pass_type.h"
-#include "sightings.h"
+#include "python/pass_type.h"
+#include "python/sightings.h"
 
 namespace gradtrace {
 namespace {

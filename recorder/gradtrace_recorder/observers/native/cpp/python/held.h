@@ -1,8 +1,8 @@
 // How Python's calls take the journal's lock. Part of journal_type.cpp.
 #pragma once
 
-#include "journal.h"
-#include "python.h"
+#include "journal/journal.h"
+#include "python/python.h"
 
 namespace gradtrace {
 namespace {

@@ -1,7 +1,7 @@
 // The journal as Python sees it: `Journal`, to be written into, and `Event`, which wakes the drain thread.
-#include "event_type.h"
-#include "packing.h"
-#include "ring_type.h"
+#include "python/event_type.h"
+#include "python/packing.h"
+#include "python/ring_type.h"
 
 #include <sys/mman.h>
 

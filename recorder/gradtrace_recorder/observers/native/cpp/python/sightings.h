@@ -2,8 +2,8 @@
 // calls of modules still run. Part of observer.cpp; with the GIL.
 #pragma once
 
-#include "python.h"
-#include "tensors.h"
+#include "python/python.h"
+#include "autograd/tensors.h"
 
 namespace gradtrace {
 namespace {

@@ -4,7 +4,7 @@
 // summary.cpp.
 #pragma once
 
-#include "summary_strides.h"
+#include "summary/summary_strides.h"
 
 namespace gradtrace {
 namespace {

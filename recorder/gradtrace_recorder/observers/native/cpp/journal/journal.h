@@ -10,7 +10,7 @@
 // as Python code that has taken it does where the interpreter changes threads; nothing here does.
 #pragma once
 
-#include "ring.h"
+#include "journal/ring.h"
 
 #include <Python.h>
 #include <pthread.h>

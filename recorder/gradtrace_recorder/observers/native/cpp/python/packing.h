@@ -1,7 +1,7 @@
 // Values of Python's into the fields of a record. Part of journal_type.cpp.
 #pragma once
 
-#include "journal.h"
+#include "journal/journal.h"
 
 #include <cstring>
 

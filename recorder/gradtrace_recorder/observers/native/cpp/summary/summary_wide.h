@@ -1,7 +1,7 @@
 // The summary of a piece with vectors of 512 bits, a whole group at once. Part of summary.cpp.
 #pragma once
 
-#include "summary_vectors.h"
+#include "summary/summary_vectors.h"
 
 namespace gradtrace {
 namespace {

@@ -1,8 +1,8 @@
 // An event that threads set with and without the GIL, as Python sees it. Part of journal_type.cpp.
 #pragma once
 
-#include "journal.h"
-#include "python.h"
+#include "journal/journal.h"
+#include "python/python.h"
 
 namespace gradtrace {
 namespace {

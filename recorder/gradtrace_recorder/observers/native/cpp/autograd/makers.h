@@ -2,7 +2,7 @@
 // What they make belongs to the module's call that made them, which Python notes. Part of observer.cpp.
 #pragma once
 
-#include "gradients.h"
+#include "autograd/gradients.h"
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>

@@ -1,8 +1,8 @@
 // Summaries of the gradients of one pass, each computed once. Part of observer.cpp.
 #pragma once
 
-#include "raised.h"
-#include "settings.h"
+#include "autograd/raised.h"
+#include "autograd/settings.h"
 
 #include <bitset>
 #include <optional>

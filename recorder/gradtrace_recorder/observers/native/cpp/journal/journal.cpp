@@ -1,4 +1,4 @@
-#include "journal.h"
+#include "journal/journal.h"
 
 #include <sched.h>
 #include <time.h>

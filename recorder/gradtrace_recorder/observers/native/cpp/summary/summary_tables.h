@@ -2,7 +2,7 @@
 // that the vector code is held against. Part of summary.cpp.
 #pragma once
 
-#include "summary.h"
+#include "summary/summary.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,7 +1,7 @@
 // The ring of a journal as Python sees it: methods of `Journal`. Part of journal_type.cpp.
 #pragma once
 
-#include "held.h"
+#include "python/held.h"
 
 #include <new>
 

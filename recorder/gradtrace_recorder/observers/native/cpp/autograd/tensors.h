@@ -19,8 +19,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "summary.h"
-#include "torch_versions.h"
+#include "summary/summary.h"
+#include "autograd/torch_versions.h"
 
 namespace gradtrace {
 namespace {

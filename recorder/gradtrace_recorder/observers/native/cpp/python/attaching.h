@@ -1,7 +1,7 @@
 // Methods of `Pass` that find a graph's Nodes, name them and hook them. Part of observer.cpp.
 #pragma once
 
-#include "names.h"
+#include "python/names.h"
 
 namespace gradtrace {
 namespace {

@@ -1,7 +1,7 @@
 // The two hooks of a Node. Part of observer.cpp.
 #pragma once
 
-#include "pass.h"
+#include "autograd/pass.h"
 
 namespace gradtrace {
 namespace {

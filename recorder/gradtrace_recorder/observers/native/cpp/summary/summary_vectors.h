@@ -1,8 +1,8 @@
 // The summary of a piece with vectors of 256 bits, where the processor has them. Part of summary.cpp.
 #pragma once
 
-#include "summary_tables.h"
-#include "transposed.h"
+#include "summary/summary_tables.h"
+#include "summary/transposed.h"
 
 #include <limits>
 

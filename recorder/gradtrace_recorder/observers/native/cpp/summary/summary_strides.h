@@ -2,7 +2,7 @@
 // Part of summary.cpp.
 #pragma once
 
-#include "summary_wide.h"
+#include "summary/summary_wide.h"
 
 #include <algorithm>
 #include <cstdlib>

@@ -6,7 +6,7 @@
 // clock, or there is none, every time is the clock's.
 #pragma once
 
-#include "tensors.h"
+#include "autograd/tensors.h"
 
 #include <cmath>
 #include <fstream>

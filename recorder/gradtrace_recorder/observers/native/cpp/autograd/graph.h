@@ -4,8 +4,8 @@
 // without a lock.
 #pragma once
 
-#include "hooks.h"
-#include "python.h"
+#include "autograd/hooks.h"
+#include "python/python.h"
 
 namespace gradtrace {
 namespace {

@@ -1,7 +1,7 @@
 // `Pass` as Python sees it: one backward pass under watch. Part of observer.cpp.
 #pragma once
 
-#include "attaching.h"
+#include "python/attaching.h"
 
 namespace gradtrace {
 namespace {

@@ -1,6 +1,6 @@
-#include "summary.h"
+#include "summary/summary.h"
 
-#include "summary_strips.h"
+#include "summary/summary_strips.h"
 
 namespace gradtrace {
 namespace {
