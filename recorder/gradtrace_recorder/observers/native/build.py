@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gradtrace_recorder.observers.native import record_layouts
 from gradtrace_recorder.settings import NATIVE_CACHE
 
 NAME = "gradtrace_native"
@@ -59,6 +60,10 @@ def build_native(*, again: bool = False) -> Path:
         raise NotBuilt(
             "the native observer needs Python's global lock, and this Python runs without; "
             "jobs are recorded by the Python observer"
+        )
+    if not record_layouts.is_fresh():
+        raise NotBuilt(
+            f"{record_layouts.HEADER_FILE.name} is not the one of gradtrace_schemas; scripts/reference writes it"
         )
     compiler, version = _compiler()
     try:
@@ -116,7 +121,10 @@ def library() -> Any:
         raise ImportError(
             f"{str(path)!r} is damaged (python -m gradtrace_recorder build makes a new one)"
         )
-    return _loaded(path)
+    found = _loaded(path)
+    if found.layouts != record_layouts.digest():
+        raise ImportError(f"{str(path)!r} was built for other records")
+    return found
 
 
 @functools.cache
@@ -264,6 +272,7 @@ def _folder() -> Path:
     import torch
 
     parts: list[str | bytes] = [
+        record_layouts.digest(),
         str(torch.__version__),
         str(getattr(torch.version, "git_version", "")),
         *_flags_of_torch(),

@@ -187,9 +187,9 @@ class Gradients {
     packed.norm = std::sqrt(numbers.square);
     packed.abs_max = numbers.abs_max;
     packed.sum = numbers.sum;
-    packed.nans = numbers.nans;
-    packed.infs = numbers.infs;
-    packed.fingerprint = numbers.fingerprint;
+    packed.nan_count = numbers.nans;
+    packed.inf_count = numbers.infs;
+    packed.fingerprint = static_cast<int64_t>(numbers.fingerprint);
     for (int lane = 0; lane < kLanes; ++lane) {
       packed.sketch[lane] = narrowed(numbers.lanes[lane]);
     }

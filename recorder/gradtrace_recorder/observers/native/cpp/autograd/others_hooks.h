@@ -1,6 +1,7 @@
 // Whether anybody else has hooks on a parameter, or on the Node that accumulates it. Part of observer.cpp.
 #pragma once
 
+#include "autograd/raised.h"
 #include "autograd/tensors.h"
 
 namespace gradtrace {
@@ -18,6 +19,16 @@ bool has_hooks(const at::Tensor& parameter) {
   }
   const PyObject* table = static_cast<torch::autograd::PyFunctionTensorPostAccGradHooks&>(*all).dict;
   return !table || !PyDict_Check(table) || reinterpret_cast<const PyDictObject*>(table)->ma_used != 0;
+}
+
+// The same from a hook, which has no GIL. That there is no table is seen in one load of a pointer, as the engine sees it;
+// a table belongs to Python, where another thread may replace it meanwhile.
+bool has_hooks_now(const at::Tensor& parameter) {
+  if (!torch::autograd::impl::post_acc_grad_hooks(parameter)) {
+    return false;
+  }
+  const Gil gil;
+  return has_hooks(parameter);
 }
 
 bool has_hooks(const AccumulateGrad& leaf) {

@@ -15,7 +15,7 @@ namespace {
 class Pass {
  public:
   const std::shared_ptr<Settings> settings;
-  const RunningEntry running;
+  const layout::Running running;
   std::atomic<int> task{-1};
   std::atomic<int32_t> next_index{0};
   std::atomic<bool> is_open{true};
@@ -27,17 +27,18 @@ class Pass {
   Gradients gradients;
 
   // `about` has what is the same for every Node.
-  Pass(std::shared_ptr<Settings> shared, const RunningEntry& about)
+  Pass(std::shared_ptr<Settings> shared, const layout::Running& about)
       : settings(std::move(shared)),
         running(about),
         gradients(settings),
-        node_(of_this_pass(settings->node)),
+        node_(of_this_pass<layout::NodeEvents>(settings->node)),
         clock_(began, settings->tick_length.learn(began)) {
-    put(node_.data(), settings->fields.phase, running.phase);
-    put(node_.data(), settings->fields.stage_index, running.stage_index);
+    auto& row = row_in<layout::NodeEvents>(node_.data());
+    row.phase = running.phase;
+    row.stage_index = running.stage_index;
     if (!settings->is_off) {
-      tensor_ = of_this_pass(settings->tensor);
-      gradient_ = of_this_pass(settings->gradient);
+      tensor_ = of_this_pass<layout::NodeTensors>(settings->tensor);
+      gradient_ = of_this_pass<layout::Gradients>(settings->gradient);
     }
   }
   Pass(const Pass&) = delete;
@@ -53,12 +54,19 @@ class Pass {
     }
   }
 
-  // Room for the states of so many Nodes. Called once.
+  // Room for the states of so many Nodes. Once.
   void reserve(size_t count) {
+    if (states_) {
+      throw std::logic_error("a pass walks its graph once");
+    }
+    most_states_ = count;
     states_ = static_cast<NodeState*>(settings->states.take(std::max<size_t>(count, 1) * sizeof(NodeState), bytes_));
   }
 
   NodeState& add_state() {
+    if (state_count == most_states_) {
+      throw std::logic_error("more is hooked than was walked");
+    }
     return *new (states_ + state_count++) NodeState();
   }
 
@@ -94,7 +102,7 @@ class Pass {
         before_making(state, incoming);
       }
       const int32_t index = next_index.fetch_add(1, std::memory_order_relaxed);
-      RunningEntry entry = running;
+      layout::Running entry = running;
       entry.node_name = state.name;
       entry.module_fqn = state.module_fqn;
       entry.root = state.root;
@@ -162,7 +170,7 @@ class Pass {
   std::atomic<int64_t> holders_{1};
   Record node_, tensor_, gradient_; // with all that is the same for every Node
   NodeState* states_ = nullptr;
-  size_t bytes_ = 0;
+  size_t bytes_ = 0, most_states_ = 0;
   // Of the pass's own thread: its clock, what its hooks took, and of the Node that it runs what came in.
   PassClock clock_;
   uint64_t own_ticks_ = 0;
@@ -204,17 +212,21 @@ class Pass {
     }
   }
 
+  template <class Row>
   Record of_this_pass(const Record& record) const {
     Record own = record;
-    put(own.data(), settings->fields.step, running.step);
-    put(own.data(), settings->fields.microbatch, running.microbatch);
-    put(own.data(), settings->fields.backward_index, running.backward_index);
+    auto& row = row_in<Row>(own.data());
+    row.step = running.step;
+    row.microbatch = running.microbatch;
+    row.backward_index = running.backward_index;
     return own;
   }
 
   // All of a record but its two numbers.
-  void begin_row(char* row, const Record& record) const {
-    std::memcpy(row + 8, record.data() + 8, settings->journal->layout.record_bytes - 16);
+  template <class Row>
+  static Row& begin_row(char* place, const Record& record) {
+    std::memcpy(place + 8, record.data() + 8, layout::kRecordBytes - 16);
+    return row_in<Row>(place);
   }
 
   int64_t time_of(uint64_t moment, bool is_own) {
@@ -275,26 +287,26 @@ class Pass {
   void record(
       NodeState& state, int32_t index, int64_t end, const variable_list& outgoing, const variable_list& incoming) {
     const Settings& of = *settings;
-    const Fields& at = of.fields;
     const int32_t came = present(incoming), went = present(outgoing);
-    const auto fill = [&](char* row) {
-      begin_row(row, node_);
-      put(row, at.event_index, index);
-      put(row, at.autograd_seq, state.number);
-      put(row, at.node_name, state.name);
-      put(row, at.root, state.root);
-      put(row, at.module_fqn, state.module_fqn);
-      put(row, at.call_index, state.call_index);
-      put(row, at.occurrence, state.occurrence);
-      put(row, at.parameter_fqn, state.parameter_fqn);
-      put(row, at.thread, state.thread);
-      put(row, at.start_ns, state.start);
-      put(row, at.end_ns, end);
-      put(row, at.grad_output_count, came);
-      put(row, at.grad_input_count, went);
+    const auto fill = [&](char* place) -> layout::NodeEvents& {
+      auto& row = begin_row<layout::NodeEvents>(place, node_);
+      row.event_index = index;
+      row.autograd_seq = state.number;
+      row.node_name = state.name;
+      row.root = state.root;
+      row.module_fqn = state.module_fqn;
+      row.call_index = state.call_index;
+      row.occurrence = static_cast<int32_t>(state.occurrence);
+      row.parameter_fqn = state.parameter_fqn;
+      row.thread = state.thread;
+      row.start_ns = state.start;
+      row.end_ns = end;
+      row.grad_output_count = came;
+      row.grad_input_count = went;
+      return row;
     };
     if (of.is_off) {
-      of.journal->finish(state.thread, of.node_kind, running.step, fill);
+      of.journal->finish(state.thread, layout::kKindNodeEvents, running.step, fill);
       return;
     }
     if (state.has_local) {
@@ -319,12 +331,12 @@ class Pass {
     }
     const Packed all_in = of.journal->seen(combined(in_parts)), all_out = of.journal->seen(combined(out_parts));
     const bool is_function = state.maker && state.maker->is_python;
-    of.journal->finish(state.thread, of.node_kind, running.step, [&](char* row) {
-      fill(row);
-      put(row, at.grad_output_summary, all_in);
-      put(row, at.grad_input_summary, all_out);
+    of.journal->finish(state.thread, layout::kKindNodeEvents, running.step, [&](char* place) {
+      auto& row = fill(place);
+      row.grad_output_summary = all_in;
+      row.grad_input_summary = all_out;
       if (is_function) {
-        put(row, at.grad_output_mutated, static_cast<uint8_t>(state.maker->before.fingerprint != all_in.fingerprint));
+        row.grad_output_mutated = state.maker->before.fingerprint != all_in.fingerprint;
       }
     });
     if (came > 1) {
@@ -339,11 +351,12 @@ class Pass {
   void record_local(NodeState& state, const variable_list& incoming) {
     const Settings& of = *settings;
     const at::Tensor& variable = state.leaf->variable;
-    if (has_hooks(variable)) {
+    if (has_hooks_now(variable)) {
       late_hooks.fetch_add(1); // it came while the pass ran, and has seen the gradient before us
       return;
     }
-    const at::Tensor& gradient = variable.grad();
+    // Held: another thread may set `.grad` to something else meanwhile, and nobody else would hold it then.
+    const at::Tensor gradient = variable.grad();
     if (!gradient.defined()) {
       return;
     }
@@ -356,12 +369,12 @@ class Pass {
         gradients.remember(incoming[0], packed);
       }
     }
-    of.journal->write(of.gradient_kind, running.step, [&](char* row) {
-      begin_row(row, gradient_);
-      put(row, of.fields.gradient_root, state.root);
-      put(row, of.fields.gradient_parameter_fqn, state.parameter_fqn);
-      put(row, of.fields.gradient_shape, shape);
-      put(row, of.fields.gradient_summary, of.journal->seen(packed));
+    of.journal->write(layout::kKindGradients, running.step, [&](char* place) {
+      auto& row = begin_row<layout::Gradients>(place, gradient_);
+      row.root = state.root;
+      row.parameter_fqn = state.parameter_fqn;
+      row.shape = shape;
+      row.summary = of.journal->seen(packed);
     });
   }
 
@@ -374,13 +387,13 @@ class Pass {
     const std::lock_guard<Lock> held(of.journal->lock);
     for (size_t position = 0; position < parts.size(); ++position) {
       if (parts[position]) {
-        of.journal->write(of.tensor_kind, running.step, [&](char* row) {
-          begin_row(row, tensor_);
-          put(row, of.fields.tensor_event_index, index);
-          put(row, of.fields.tensor_direction, direction);
-          put(row, of.fields.tensor_position, static_cast<int32_t>(position));
-          put(row, of.fields.tensor_shape, shapes[position]);
-          put(row, of.fields.tensor_summary, *parts[position]);
+        of.journal->write(layout::kKindNodeTensors, running.step, [&](char* place) {
+          auto& row = begin_row<layout::NodeTensors>(place, tensor_);
+          row.event_index = index;
+          row.direction = direction;
+          row.position = static_cast<int32_t>(position);
+          row.shape = shapes[position];
+          row.summary = *parts[position];
         });
       }
     }

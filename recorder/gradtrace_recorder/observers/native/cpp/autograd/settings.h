@@ -1,4 +1,4 @@
-// What all passes of a recording share: where the fields of records lie, what names Nodes, memory that is used again.
+// What all passes of a recording share: what is the same in their rows, what names Nodes, memory that is used again.
 // Part of observer.cpp.
 #pragma once
 
@@ -13,22 +13,14 @@
 namespace gradtrace {
 namespace {
 
-// Where the fields lie in the records that hooks write. Python hands it over.
-struct Fields {
-  int64_t step, microbatch, backward_index, phase, stage_index; // the first three are the same of every kind
-  int64_t event_index, autograd_seq, node_name, root, module_fqn, call_index, occurrence, parameter_fqn, thread,
-      start_ns, end_ns, grad_output_count, grad_input_count, grad_output_mutated, grad_output_summary,
-      grad_input_summary;
-  int64_t tensor_event_index, tensor_direction, tensor_position, tensor_shape, tensor_summary;
-  int64_t gradient_root, gradient_parameter_fqn, gradient_shape, gradient_summary;
-};
-
 // A record with what is the same in all of its kind.
-using Record = std::array<char, 512>;
+using Record = std::array<char, layout::kRecordBytes>;
 
-template <class T>
-void put(char* record, int64_t offset, const T& value) {
-  std::memcpy(record + offset, &value, sizeof value);
+// The fields of a table's record, where it lies.
+template <class Row>
+Row& row_in(char* record) {
+  static_assert(alignof(Row) == 1 && sizeof(Row) + 8 <= layout::kRecordBytes, "its number comes last");
+  return *reinterpret_cast<Row*>(record);
 }
 
 // What names an AccumulateGrad: as numbers of strings, and the frame that stands for the parameter's module.
@@ -102,9 +94,7 @@ constexpr size_t kFewestLeaves = 256;
 
 struct Settings {
   std::shared_ptr<Journal> journal;
-  Fields fields = {};
   Record node = {}, tensor = {}, gradient = {};
-  int node_kind = 0, tensor_kind = 0, gradient_kind = 0;
   bool is_off = true, is_whole = false;
   uint32_t dtypes[4] = {};
   uint32_t incoming = 0, outgoing = 0;

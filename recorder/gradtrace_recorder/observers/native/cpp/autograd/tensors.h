@@ -19,8 +19,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "summary/summary.h"
 #include "autograd/torch_versions.h"
+#include "journal/record_layouts.h"
+#include "summary/summary.h"
 
 namespace gradtrace {
 namespace {
@@ -30,12 +31,9 @@ using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 constexpr uint64_t kNoSequenceNumber = std::numeric_limits<uint64_t>::max();
-constexpr int32_t kNullInt32 = std::numeric_limits<int32_t>::min();
-constexpr int64_t kNullInt64 = std::numeric_limits<int64_t>::min();
-constexpr uint32_t kNullString = std::numeric_limits<uint32_t>::max();
-constexpr uint8_t kNullBool = 255, kStateNone = 0, kStateFull = 1, kStateNorms = 2, kStateShape = 3;
-constexpr int kMostSizes = 8;
-constexpr size_t kMostRemembered = 4096;
+using layout::kNullInt32, layout::kNullInt64, layout::kNullString;
+using layout::kStateFull, layout::kStateNone, layout::kStateNorms, layout::kStateShape;
+using layout::Shape;
 
 int64_t now() {
   timespec time;
@@ -56,27 +54,23 @@ int64_t this_thread() {
   return static_cast<int64_t>(pthread_self());
 }
 
-// A summary as the journal's SUMMARY has it.
-#pragma pack(push, 1)
-struct Packed {
-  int64_t numel = 0;
-  double norm = 0, abs_max = 0, sum = 0;
-  int64_t nans = 0, infs = 0;
-  uint64_t fingerprint = 0;
-  float sketch[kLanes] = {};
-  uint32_t dtype = kNullString;
-  uint8_t state = kStateNone;
+// A summary as the journal's SUMMARY has it: of nothing, at first.
+struct Packed : layout::Summary {
+  Packed() {
+    dtype = kNullString;
+    state = kStateNone;
+  }
 };
-struct Shape {
-  uint8_t count = 0;
-  int64_t sizes[kMostSizes] = {};
-};
+static_assert(sizeof(Packed) == sizeof(layout::Summary) && kLanes == layout::kSketchLanes);
+
 // What Python gives back for a tensor that is not summarised here.
+#pragma pack(push, 1)
 struct Foreign {
   Shape shape;
   Packed packed;
 };
 #pragma pack(pop)
+static_assert(sizeof(Foreign) == sizeof(Shape) + sizeof(Packed));
 
 float narrowed(double value) {
   constexpr double most = std::numeric_limits<float>::max();
@@ -155,8 +149,8 @@ bool has_same_elements(const at::Tensor& one, const at::Tensor& other) {
 
 Shape shape_of(const at::Tensor& tensor) {
   Shape shape;
-  shape.count = static_cast<uint8_t>(std::min<int64_t>(tensor.dim(), kMostSizes));
-  for (int d = 0; d < shape.count; ++d) {
+  shape.ndim = static_cast<uint8_t>(std::min<int64_t>(tensor.dim(), layout::kMaxDimensions));
+  for (int d = 0; d < shape.ndim; ++d) {
     shape.sizes[d] = tensor.size(d);
   }
   return shape;
@@ -184,6 +178,7 @@ Packed combined(const Few<const Packed*>& parts) {
     return *parts[0];
   }
   double square = 0, lanes[kLanes] = {};
+  uint64_t fingerprint = 0;
   for (size_t at = 0; at < parts.size(); ++at) {
     const Packed* part = parts[at];
     if (!part) {
@@ -198,10 +193,10 @@ Packed combined(const Few<const Packed*>& parts) {
     square += part->norm * part->norm;
     whole.abs_max = part->abs_max > whole.abs_max ? part->abs_max : whole.abs_max;
     whole.sum += part->sum;
-    whole.nans += part->nans;
-    whole.infs += part->infs;
+    whole.nan_count += part->nan_count;
+    whole.inf_count += part->inf_count;
     // Far from the chunks' multipliers, so that a tuple of tensors is no shard of anything.
-    whole.fingerprint += part->fingerprint * multiplier((uint64_t{1} << 40) + at % 64);
+    fingerprint += static_cast<uint64_t>(part->fingerprint) * multiplier((uint64_t{1} << 40) + at % 64);
     for (int lane = 0; lane < kLanes; ++lane) {
       lanes[(lane + at) % kLanes] += part->sketch[lane];
     }
@@ -214,6 +209,7 @@ Packed combined(const Few<const Packed*>& parts) {
     return unread;
   }
   whole.norm = std::sqrt(square);
+  whole.fingerprint = static_cast<int64_t>(fingerprint);
   for (int lane = 0; lane < kLanes; ++lane) {
     whole.sketch[lane] = narrowed(lanes[lane]);
   }

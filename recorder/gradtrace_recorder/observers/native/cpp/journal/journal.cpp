@@ -43,6 +43,43 @@ bool Event::is_set() {
   return set_;
 }
 
+namespace {
+
+// Whether so many entries of so many bytes lie in the memory from that offset on, where words are aligned.
+bool lies_within(int64_t length, int64_t offset, int64_t count, int64_t bytes) {
+  int64_t size, end;
+  return offset >= 0 && offset % 8 == 0 && count >= 0 && !__builtin_mul_overflow(count, bytes, &size) &&
+      !__builtin_add_overflow(offset, size, &end) && end <= length;
+}
+
+} // namespace
+
+bool Journal::open(char* memory, int64_t length, const Parts& where) {
+  using namespace layout;
+  const std::lock_guard<Lock> held(lock);
+  const bool is_known = map == nullptr && where.half_records > 0 && where.half_records <= length &&
+      lies_within(length, 0, 1, kHeaderBytes) && lies_within(length, where.running_offset, kThreadSlots, kThreadBytes) &&
+      lies_within(length, where.held_offset, kHeldPlaces, kRecordBytes) &&
+      lies_within(length, where.records_offset, 2 * where.half_records, kRecordBytes);
+  static_assert(kPlacesOffset + kThreadSlots * static_cast<int64_t>(sizeof(Place)) <= kDropsOffset);
+  static_assert(kDropsOffset + kDropKinds * static_cast<int64_t>(sizeof(Drop)) <= kHeaderBytes);
+  static_assert(kHeaderDrained % 8 == 0 && kHeaderDropped % 8 == 0 && kRecordBytes % 64 == 0);
+  if (!is_known) {
+    return false;
+  }
+  map = memory;
+  parts = where;
+  places = limit = 2 * where.half_records;
+  next_half = where.half_records;
+  return true;
+}
+
+void Journal::close() {
+  const std::lock_guard<Lock> held(lock);
+  limit = -1;
+  map = nullptr;
+}
+
 bool Journal::append(int kind, int32_t step, const char* record) {
   const std::lock_guard<Lock> held(lock);
   return put_record(kind, step, record);
@@ -51,15 +88,18 @@ bool Journal::append(int kind, int32_t step, const char* record) {
 void Journal::append_lasting(int kind, int32_t step, const char* record) {
   const std::lock_guard<Lock> held(lock);
   if (put_record(kind, step, record) && ring.is_kept) {
-    ring.lasting.push_back({written, kind, {record, record + layout.record_bytes}});
+    ring.lasting.push_back({written, kind, {record, record + layout::kRecordBytes}});
   }
 }
 
 void Journal::mark_drained(int64_t last) {
   const std::lock_guard<Lock> held(lock);
+  if (limit < 0) {
+    return;
+  }
   if (!ring.is_kept) {
     free_up_to(last);
-    limit = last / half_records * half_records + places;
+    limit = last / parts.half_records * parts.half_records + places;
     return;
   }
   while (!ring.lasting.empty() && ring.lasting.front().number <= last) {
@@ -69,7 +109,7 @@ void Journal::mark_drained(int64_t last) {
 }
 
 void Journal::free_up_to(int64_t last) {
-  store(layout.drained_offset, last);
+  store(map + layout::kHeaderDrained, last);
   std::atomic_thread_fence(std::memory_order_release); // before anything is written over them
   drained = last;
   limit = last + places;
@@ -113,10 +153,10 @@ void Journal::carry(int64_t last, int32_t step) {
 void Journal::expect_record(const char* place) const {
   constexpr int64_t ahead = 3;
   if (written + ahead < limit) {
-    const int64_t all = places * layout.record_bytes;
-    int64_t at = place - map - layout.records_offset + ahead * layout.record_bytes;
-    at += layout.records_offset - (at < all ? 0 : all);
-    for (int64_t line = 0; line < layout.record_bytes; line += 64) {
+    const int64_t all = places * layout::kRecordBytes;
+    int64_t at = place - map - parts.records_offset + ahead * layout::kRecordBytes;
+    at += parts.records_offset - (at < all ? 0 : all);
+    for (int64_t line = 0; line < layout::kRecordBytes; line += 64) {
       __builtin_prefetch(map + at + line, 1);
     }
   }
@@ -127,7 +167,7 @@ bool Journal::put_record(int kind, int32_t step, const char* record) {
   if (!place) {
     return false;
   }
-  std::memcpy(place + 8, record + 8, layout.record_bytes - 16);
+  std::memcpy(place + 8, record + 8, layout::kRecordBytes - 16);
   put_numbers(kind, place);
   return true;
 }
@@ -137,32 +177,32 @@ char* Journal::place_for(int kind, int32_t step) {
     drop(kind, step);
     return nullptr;
   }
-  return map + layout.records_offset + (written++ % places) * layout.record_bytes;
+  return map + parts.records_offset + (written++ % places) * layout::kRecordBytes;
 }
 
 void Journal::put_numbers(int kind, char* place) {
   const int64_t number = written;
-  std::memcpy(place + layout.record_bytes - 8, &number, 8);
+  std::memcpy(place + layout::kRecordBytes - 8, &number, 8);
   __atomic_store_n(reinterpret_cast<int64_t*>(place), number, __ATOMIC_RELEASE);
   ++counts[kind];
   expect_record(place);
   if (number == next_half) {
-    next_half += half_records;
+    next_half += parts.half_records;
     half_is_full->set();
   }
 }
 
 void Journal::drop(int kind, int32_t step) {
   const std::lock_guard<Lock> held(lock);
-  Drop& of = drops[kind];
+  layout::Drop& of = drops[kind];
   const bool is_first = of.count == 0;
-  of.first = is_first ? step : std::min(of.first, step);
-  of.last = is_first ? step : std::max(of.last, step);
+  of.first_step = is_first || step < of.first_step ? step : of.first_step;
+  of.last_step = is_first || step > of.last_step ? step : of.last_step;
   ++of.count;
   ++dropped;
   if (limit >= 0) {
-    store(layout.dropped_offset, dropped);
-    std::memcpy(map + layout.drops_offset + kind * layout.drop_bytes, &of, sizeof of);
+    store(map + layout::kHeaderDropped, dropped);
+    std::memcpy(map + layout::kDropsOffset + kind * sizeof of, &of, sizeof of);
   }
 }
 
@@ -180,13 +220,13 @@ int Journal::slot_of(int64_t thread) {
   if (slot >= 0) {
     return slot;
   }
-  if (slot_count < layout.thread_slots) {
+  if (slot_count < layout::kThreadSlots) {
     slot = slot_count;
   } else {
     // Threads come and go: the slot of one that runs nothing serves the next.
     for (int idle = 0; idle < slot_count && slot < 0; ++idle) {
       const bool is_inside =
-          place_kinds[idle] >= layout.first_inside && place_kinds[idle] <= layout.last_inside;
+          place_kinds[idle] >= layout::kInModule && place_kinds[idle] <= layout::kInOptimizer;
       if (depths[idle] == 0 && !is_inside) {
         slot = idle;
       }
@@ -199,13 +239,74 @@ int Journal::slot_of(int64_t thread) {
   place_kinds[slot] = 0;
   depths[slot] = 0;
   slot_count = std::max(slot_count, slot + 1);
-  std::memset(map + layout.places_offset + slot * layout.place_bytes, 0, layout.place_bytes);
+  std::memset(map + layout::kPlacesOffset + slot * sizeof(layout::Place), 0, sizeof(layout::Place));
   const int64_t head[2] = {thread, 0};
-  std::memcpy(map + layout.running_offset + slot * layout.thread_bytes, head, sizeof head);
+  static_assert(sizeof head == kThreadHead);
+  std::memcpy(thread_at(slot), head, sizeof head);
   return slot;
 }
 
-void Journal::push(int64_t thread, const RunningEntry& entry) {
+int Journal::hold(const char* record) {
+  const std::lock_guard<Lock> held(lock);
+  if (limit < 0 || ~held_ == 0) {
+    return -1;
+  }
+  const int place = 63 - __builtin_clzll(~held_);
+  held_ |= uint64_t{1} << place;
+  std::memcpy(held_at(place) + 8, record + 8, layout::kRecordBytes - 16);
+  std::memset(held_at(place) + layout::kRecordBytes - 8, 0, 8);
+  store(held_at(place), 1);
+  return place;
+}
+
+void Journal::settle(int place, int kind, int32_t step, const char* record) {
+  const std::lock_guard<Lock> held(lock);
+  const bool was_held = limit >= 0 && is_held(place);
+  if (was_held) {
+    if (written >= limit) {
+      found_room();
+    }
+    store(held_at(place) + layout::kRecordBytes - 8, written + 1);
+  }
+  put_record(kind, step, record);
+  if (was_held) {
+    release(place);
+  }
+}
+
+void Journal::release(int place) {
+  const std::lock_guard<Lock> held(lock);
+  if (limit >= 0 && is_held(place)) {
+    store(held_at(place), 0);
+    held_ &= ~(uint64_t{1} << place);
+  }
+}
+
+bool Journal::amend(const uint64_t* numbers, const int64_t* offsets, const char* data, int64_t count, int64_t width) {
+  constexpr int64_t kAtOnce = 256; // hooks wait meanwhile
+  for (int64_t i = 0; i < count; ++i) {
+    if (width < 0 || width > layout::kRecordBytes - 16 || offsets[i] < 8 ||
+        offsets[i] > layout::kRecordBytes - 8 - width) {
+      return false;
+    }
+  }
+  for (int64_t start = 0; start < count; start += kAtOnce) {
+    const std::lock_guard<Lock> held(lock);
+    if (limit < 0) {
+      break;
+    }
+    for (int64_t i = start; i < std::min(start + kAtOnce, count); ++i) {
+      if (numbers[i] > static_cast<uint64_t>(drained)) {
+        char* record = map + parts.records_offset +
+            static_cast<int64_t>((numbers[i] - 1) % static_cast<uint64_t>(places)) * layout::kRecordBytes;
+        std::memcpy(record + offsets[i], data + i * width, width);
+      }
+    }
+  }
+  return true;
+}
+
+void Journal::push(int64_t thread, const layout::Running& entry) {
   const std::lock_guard<Lock> held(lock);
   if (limit < 0) {
     return;
@@ -215,9 +316,9 @@ void Journal::push(int64_t thread, const RunningEntry& entry) {
     return;
   }
   const int64_t depth = depths[slot]++;
-  if (depth < layout.thread_depth) {
-    const int64_t start = layout.running_offset + slot * layout.thread_bytes;
-    std::memcpy(map + start + layout.thread_head + depth * sizeof entry, &entry, sizeof entry);
+  if (depth < layout::kThreadDepth) {
+    char* const start = thread_at(slot);
+    std::memcpy(start + kThreadHead + depth * sizeof entry, &entry, sizeof entry);
     store(start + 8, depth + 1);
   }
 }
@@ -233,15 +334,33 @@ void Journal::pop_entry(int64_t thread) {
     return;
   }
   const int64_t depth = --depths[slot];
-  if (depth < layout.thread_depth) {
-    store(layout.running_offset + slot * layout.thread_bytes + 8, depth);
+  if (depth < layout::kThreadDepth) {
+    store(thread_at(slot) + 8, depth);
   }
+}
+
+int Journal::move(int64_t thread, const layout::Place& place) {
+  const std::lock_guard<Lock> held(lock);
+  const int slot = limit < 0 ? -1 : slot_of(thread);
+  if (slot >= 0) {
+    // First and last the time: a place of which they differ was being written.
+    char* to = map + layout::kPlacesOffset + slot * sizeof place;
+    const char* from = reinterpret_cast<const char*>(&place);
+    std::memcpy(to, from, 8);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    std::memcpy(to + 8, from + 8, sizeof place - 16);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    std::memcpy(to + sizeof place - 8, from + sizeof place - 8, 8);
+    place_kinds[slot] = place.kind;
+  }
+  return slot;
 }
 
 void Journal::forget(char* elsewhere) {
   new (&lock) Lock(); // a thread that is not here may have held it
   new (half_is_full.get()) Event();
   new (&ring) Ring(); // another thread may have been about to change it: what it held stays where it is
+  held_ = 0;
   limit = -1;
   map = elsewhere;
 }

@@ -1,18 +1,14 @@
-// The mapped journal as every thread writes it, Python's calls and hooks without the GIL alike. Its layout is that of
-// gradtrace_schemas/journal.py. Python hands over where each part of the file begins, how large its entries are and
-// where the fields lie that hooks fill in. Compiled in here are the ends of a record (its number first and last, its
-// kind at byte 8, its step at byte 10) and the fields of what threads run, of their places and of drops: of these only
-// the sizes are held against what Python says. The file, its strings and which rows are held stay with
-// gradtrace_recorder/journal.py; a held row is written there too, with this lock.
+// The mapped journal as every thread writes it, Python's calls and hooks without the GIL alike; nothing here knows
+// Python or torch. What lies where in the file is made from gradtrace_schemas/journal.py (record_layouts.h); where its parts
+// begin, and how many records there are, is said once, and held against the length of the map. The file and its strings
+// stay with gradtrace_recorder/journal.py.
 //
-// What several threads share lies under one lock, but for Event, which has its own, and what is atomic. No thread
-// waits for the lock while it holds the GIL: it lets go of it first. So whoever holds the lock may wait for the GIL,
-// as Python code that has taken it does where the interpreter changes threads; nothing here does.
+// What several threads share lies under one lock, but for Event, which has its own, and what is atomic. Whoever holds the
+// lock runs code of this file alone: none of Python's, and nothing that waits for the GIL.
 #pragma once
 
 #include "journal/ring.h"
 
-#include <Python.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -20,25 +16,10 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <string>
-#include <vector>
 
 namespace gradtrace {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the journal's numbers are little-endian");
-
-constexpr int kMostSlots = 64, kPlaceFields = 7;
-
-// What a thread is about to run, as the journal's RUNNING has it.
-#pragma pack(push, 1)
-struct RunningEntry {
-  uint32_t node_name, module_fqn;
-  int32_t root, call_index, step, microbatch, backward_index, event_index;
-  uint32_t phase, parameter_fqn;
-  int64_t autograd_seq, start_ns;
-  int32_t stage_index, spare;
-};
-#pragma pack(pop)
 
 class Event {
  public:
@@ -85,32 +66,32 @@ class Lock {
   void wait(); // and take it
 };
 
-struct Layout {
-  int64_t records_offset = 0, record_bytes = 0, running_offset = 0, thread_bytes = 0, thread_head = 0,
-          places_offset = 0, place_bytes = 0, drops_offset = 0, drop_bytes = 0, dropped_offset = 0,
-          drained_offset = 0;
-  int64_t thread_slots = 0, thread_depth = 0, first_inside = 0, last_inside = 0;
+// Where the parts of a file begin whose places are not the same in every journal, and how many records half of it has.
+struct Parts {
+  int64_t running_offset = 0, held_offset = 0, records_offset = 0, half_records = 0;
 };
 
 class Journal {
  public:
-  Layout layout;
-  std::shared_ptr<Event> half_is_full;
+  Parts parts;
+  std::shared_ptr<Event> half_is_full = std::make_shared<Event>();
   Lock lock;
-  int64_t places = 0, half_records = 0;
-  int64_t written = 0, limit = 0, next_half = 0, drained = 0;
+  int64_t places = 0;
+  int64_t written = 0, next_half = 0, drained = 0;
+  int64_t limit = -1; // the last record that has room; less than 0: nothing is written (any more)
   int64_t mapped = 0; // bytes of the records' pages that are in memory, or need no more be brought there
   int64_t counts[kMostKinds] = {};
-  struct Drop {
-    int64_t count = 0;
-    int32_t first = 0, last = 0;
-  } drops[kMostKinds];
+  layout::Drop drops[kMostKinds];
   int64_t dropped = 0;
   Ring ring;
   // Whether a hook has seen a value that is not finite in a gradient.
   std::atomic<bool> saw_not_finite{false};
   char* map = nullptr;
 
+  // Write into this memory from now on. False where the parts do not all lie in it, and it is left alone.
+  bool open(char* memory, int64_t length, const Parts& where);
+  // Write nothing any more.
+  void close();
   // `record` has all but its two numbers; any thread, with or without the GIL. Whether there was room.
   bool append(int kind, int32_t step, const char* record);
   // The same for a record that a ring keeps when its step is let go of.
@@ -122,13 +103,23 @@ class Journal {
   // The same summary of a gradient, after a look whether all of it is finite.
   template <class Summary>
   const Summary& seen(const Summary& summary) {
-    if ((summary.nans != 0 || summary.infs != 0) && !saw_not_finite.load(std::memory_order_relaxed)) {
+    if ((summary.nan_count != 0 || summary.inf_count != 0) && !saw_not_finite.load(std::memory_order_relaxed)) {
       saw_not_finite.store(true, std::memory_order_relaxed);
     }
     return summary;
   }
-  void push(int64_t thread, const RunningEntry& entry);
+  // Keep a row that `settle` will complete, or `release` forget. Its place, -1 where all are taken.
+  int hold(const char* record);
+  // Write the complete row in place of a held one: one alone of the two is read, whenever the process dies.
+  void settle(int place, int kind, int32_t step, const char* record);
+  void release(int place);
+  // Write `width` bytes each over the records of these numbers, each at its own offset. Those that are drained, or that the
+  // ring has let go of, stay as they are. False where one would not lie in its record, and none is written.
+  bool amend(const uint64_t* numbers, const int64_t* offsets, const char* data, int64_t count, int64_t width);
+  void push(int64_t thread, const layout::Running& entry);
   void pop(int64_t thread);
+  // The thread is there from now on. Its slot, -1 where there is none.
+  int move(int64_t thread, const layout::Place& place);
   // A record that `fill` writes where it lies: all but its two numbers. It must not throw.
   template <class F>
   void write(int kind, int32_t step, F fill) {
@@ -150,13 +141,26 @@ class Journal {
   int known_slot(int64_t thread) const;
   void forget(char* elsewhere);
 
-  int64_t threads[kMostSlots] = {};
-  int64_t depths[kMostSlots] = {};
-  int64_t place_kinds[kMostSlots] = {};
-  PyObject* place_objects[kMostSlots] = {}; // under the GIL
+  int64_t threads[layout::kThreadSlots] = {};
+  int64_t depths[layout::kThreadSlots] = {};
+  uint32_t place_kinds[layout::kThreadSlots] = {};
   int slot_count = 0;
 
  private:
+  uint64_t held_ = 0; // a bit for each place that a held row has
+  static_assert(layout::kHeldPlaces == 64);
+
+  char* held_at(int place) const {
+    return map + parts.held_offset + place * layout::kRecordBytes;
+  }
+  bool is_held(int place) const {
+    return place >= 0 && place < layout::kHeldPlaces && (held_ >> place & 1) != 0;
+  }
+  char* thread_at(int slot) const {
+    return map + parts.running_offset + slot * kThreadBytes;
+  }
+  static constexpr int64_t kThreadHead = 16;
+  static constexpr int64_t kThreadBytes = kThreadHead + layout::kThreadDepth * sizeof(layout::Running);
   bool put_record(int kind, int32_t step, const char* record); // under the lock
   char* place_for(int kind, int32_t step);                     // the same; null where there is none
   void put_numbers(int kind, char* place);                     // the same: the record in its place is whole
@@ -166,21 +170,9 @@ class Journal {
   bool found_room();                     // the same
   void free_up_to(int64_t last);         // the same
   void carry(int64_t last, int32_t step); // the same
-  void store(int64_t offset, int64_t value) {
-    __atomic_store_n(reinterpret_cast<int64_t*>(map + offset), value, __ATOMIC_RELEASE);
+  static void store(char* at, int64_t value) {
+    __atomic_store_n(reinterpret_cast<int64_t*>(at), value, __ATOMIC_RELEASE);
   }
 };
-
-struct PyJournal {
-  PyObject_HEAD
-  std::shared_ptr<Journal>* core; // hooks hold it too, as long as they are on a Node
-  Py_buffer view;
-  PyObject* event;
-  std::vector<std::string>* formats;
-  int summary_bytes;
-};
-
-// Adds the types `Journal` and `Event`. Returns the type of a journal, null with an exception set.
-PyTypeObject* add_journal_types(PyObject* module);
 
 } // namespace gradtrace

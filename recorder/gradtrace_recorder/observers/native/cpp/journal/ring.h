@@ -2,6 +2,8 @@
 // without the GIL. Part of journal.h. All of it lies under the journal's lock.
 #pragma once
 
+#include "journal/record_layouts.h"
+
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -9,7 +11,7 @@
 
 namespace gradtrace {
 
-constexpr int kMostKinds = 64;
+constexpr int kMostKinds = layout::kDropKinds;
 
 struct Ring {
   // The end of a step: its last record, and how many records each table had by then.

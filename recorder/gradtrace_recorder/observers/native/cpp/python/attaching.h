@@ -15,6 +15,14 @@ Attached& of(PyObject* self) {
   return *reinterpret_cast<PyPass*>(self)->own;
 }
 
+// What `walk` found, until the pass is over.
+Buffers& walked(Attached& own) {
+  if (!own.buffers) {
+    throw std::logic_error("no graph was walked, or the pass is over");
+  }
+  return *own.buffers;
+}
+
 // The Node that a tensor, or a GradientEdge, starts from, empty for none. Plain tensors are asked here, so that no
 // object of Python's is made for the Node; others by `node_of`. False with an exception set.
 bool root_of(PyObject* output, PyObject* node_of, NodePtr& root) {
@@ -44,6 +52,9 @@ PyObject* pass_walk(PyObject* self, PyObject* args) {
   }
   return guarded([&]() -> PyObject* {
     Attached& own = of(self);
+    if (own.buffers) {
+      throw std::logic_error("a pass walks its graph once");
+    }
     own.buffers = std::move(own.pass->settings->buffers);
     if (!own.buffers) {
       own.buffers = std::make_unique<Buffers>();
@@ -129,7 +140,7 @@ PyObject* pass_is_apart_from(PyObject* self, PyObject* other) {
       }
       running = outer.buffers->hooked[at].node.lock();
     }
-    return PyBool_FromLong(running && !of(self).buffers->seen.holds(running.get()));
+    return PyBool_FromLong(running && !walked(of(self)).seen.holds(running.get()));
   });
 }
 
@@ -231,7 +242,7 @@ PyObject* pass_attach(PyObject* self, PyObject* args) {
   }
   return guarded([&]() -> PyObject* {
     Attached& own = of(self);
-    Buffers& graph = *own.buffers;
+    Buffers& graph = walked(own);
     Pass& pass = *own.pass;
     sort_by_number(graph);
     Boundaries boundaries(numbers, frames, graph.nodes.empty() ? 0 : graph.nodes.front().number);
@@ -300,14 +311,15 @@ PyObject* pass_put_on(PyObject* self, PyObject* args) {
   }
   return guarded([&]() -> PyObject* {
     Attached& own = of(self);
+    Buffers& graph = walked(own);
     if (!are_all_among(open, own_numbers)) {
       Py_RETURN_FALSE;
     }
-    for (const Planned& one : own.buffers->planned) {
+    for (const Planned& one : graph.planned) {
       hook(own, *one.node, *one.state);
     }
-    own.buffers->planned.clear();
-    own.buffers->roots.clear();
+    graph.planned.clear();
+    graph.roots.clear();
     Py_RETURN_TRUE;
   });
 }
@@ -324,9 +336,10 @@ PyObject* pass_attach_leaves(PyObject* self, PyObject* args) {
   }
   return guarded([&]() -> PyObject* {
     Attached& own = of(self);
+    const Buffers& graph = walked(own);
     Owned left(PyList_New(0));
-    for (size_t which = 0; left && which < own.buffers->leaves.size(); ++which) {
-      const NodePtr& pointer = *own.buffers->leaves[which].pointer;
+    for (size_t which = 0; left && which < graph.leaves.size(); ++which) {
+      const NodePtr& pointer = *graph.leaves[which].pointer;
       const auto& node = static_cast<const AccumulateGrad&>(*pointer);
       const Owned variable(THPVariable_Wrap(node.variable));
       const bool has_local = !is_off && node.variable.requires_grad();
@@ -342,7 +355,8 @@ PyObject* pass_attach_leaves(PyObject* self, PyObject* args) {
         continue;
       }
       const Owned entry(
-          variable ? Py_BuildValue("(nOK)", which, variable.get(), static_cast<unsigned long long>(own.buffers->leaves[which].used_by))
+          variable ? Py_BuildValue(
+                         "(nOK)", which, variable.get(), static_cast<unsigned long long>(graph.leaves[which].used_by))
                    : nullptr);
       if (!entry || PyList_Append(left.get(), entry.get()) < 0) {
         return nullptr;
@@ -365,7 +379,7 @@ PyObject* pass_attach_leaf(PyObject* self, PyObject* args) {
   }
   return guarded([&]() -> PyObject* {
     Attached& own = of(self);
-    const NodePtr& leaf = *own.buffers->leaves.at(which).pointer;
+    const NodePtr& leaf = *walked(own).leaves.at(which).pointer;
     if (has_local && has_hooks(static_cast<const AccumulateGrad&>(*leaf))) {
       Py_RETURN_FALSE;
     }
@@ -381,7 +395,7 @@ PyObject* pass_attach_leaf(PyObject* self, PyObject* args) {
 PyObject* pass_leaf(PyObject* self, PyObject* which) {
   const Py_ssize_t at = PyLong_AsSsize_t(which);
   return guarded([&]() -> PyObject* {
-    return torch::autograd::functionToPyObject(*of(self).buffers->leaves.at(at).pointer);
+    return torch::autograd::functionToPyObject(*walked(of(self)).leaves.at(at).pointer);
   });
 }
 

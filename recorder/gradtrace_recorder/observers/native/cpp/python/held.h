@@ -1,7 +1,7 @@
 // How Python's calls take the journal's lock. Part of journal_type.cpp.
 #pragma once
 
-#include "journal/journal.h"
+#include "python/journal_object.h"
 #include "python/python.h"
 
 namespace gradtrace {

@@ -11,25 +11,6 @@
 namespace gradtrace {
 namespace {
 
-#pragma pack(push, 1)
-struct PlaceEntry {
-  int64_t moved_ns;
-  uint32_t kind, name;
-  int32_t root, call_index, step, microbatch, backward_index, spare;
-  int64_t moved_ns_again;
-};
-#pragma pack(pop)
-
-constexpr int64_t kMostRecordBytes = 2048;
-
-// Whether the layout is the one that is compiled in here, as far as that shows.
-bool is_known(const Layout& l) {
-  return l.thread_slots <= kMostSlots && l.drop_bytes == sizeof(Journal::Drop) &&
-      l.place_bytes == sizeof(PlaceEntry) &&
-      l.thread_bytes == l.thread_head + l.thread_depth * static_cast<int64_t>(sizeof(RunningEntry)) &&
-      l.record_bytes >= 64 && l.record_bytes <= kMostRecordBytes && l.record_bytes % 8 == 0 && l.records_offset % 8 == 0;
-}
-
 PyObject* journal_new(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* self = type->tp_alloc(type, 0);
   if (!self) {
@@ -41,92 +22,70 @@ PyObject* journal_new(PyTypeObject* type, PyObject*, PyObject*) {
     return nullptr;
   }
   of(self)->core = new std::shared_ptr<Journal>(std::make_shared<Journal>());
-  of(self)->formats = new std::vector<std::string>(kMostKinds);
   core_of(self).half_is_full = *reinterpret_cast<PyEvent*>(of(self)->event)->event;
   return self;
 }
 
+int journal_traverse(PyObject* self, visitproc visit, void* arg) {
+  for (PyObject* place : of(self)->places) {
+    Py_VISIT(place);
+  }
+  Py_VISIT(of(self)->view.obj);
+  Py_VISIT(of(self)->event);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+int journal_clear(PyObject* self) {
+  for (PyObject*& place : of(self)->places) {
+    Py_CLEAR(place);
+  }
+  return 0;
+}
+
 void journal_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
   PyJournal* journal = of(self);
   if (journal->core) {
     Journal& core = core_of(self);
-    for (PyObject*& place : core.place_objects) {
-      Py_CLEAR(place);
-    }
-    core.limit = -1;
-    core.map = nullptr;
+    journal_clear(self);
+    core.close();
     if (journal->view.obj) {
       PyBuffer_Release(&journal->view);
     }
     delete journal->core;
-    delete journal->formats;
   }
   Py_XDECREF(journal->event);
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-// open(map, layout: dict, formats: dict of kind to codes, summary_bytes)
+// open(map, running_offset, held_offset, records_offset, half_records)
 PyObject* journal_open(PyObject* self, PyObject* args) {
-  PyObject *map, *layout, *formats;
-  int summary_bytes;
-  if (!PyArg_ParseTuple(args, "OO!O!i", &map, &PyDict_Type, &layout, &PyDict_Type, &formats, &summary_bytes)) {
+  PyObject* map;
+  long long running, held, records, half;
+  if (!PyArg_ParseTuple(args, "OLLLL", &map, &running, &held, &records, &half)) {
     return nullptr;
   }
-  Journal& core = core_of(self);
-  Layout& l = core.layout;
-  const struct {
-    const char* name;
-    int64_t* place;
-  } fields[] = {
-      {"records_offset", &l.records_offset}, {"record_bytes", &l.record_bytes},
-      {"running_offset", &l.running_offset}, {"thread_bytes", &l.thread_bytes},
-      {"thread_head", &l.thread_head},       {"places_offset", &l.places_offset},
-      {"place_bytes", &l.place_bytes},       {"drops_offset", &l.drops_offset},
-      {"drop_bytes", &l.drop_bytes},         {"dropped_offset", &l.dropped_offset},
-      {"thread_slots", &l.thread_slots},     {"thread_depth", &l.thread_depth},
-      {"first_inside", &l.first_inside},     {"last_inside", &l.last_inside},
-      {"half_records", &core.half_records},   {"drained_offset", &l.drained_offset},
-  };
-  for (const auto& field : fields) {
-    PyObject* value = PyDict_GetItemString(layout, field.name);
-    if (!value) {
-      PyErr_SetString(PyExc_KeyError, field.name);
-      return nullptr;
-    }
-    *field.place = PyLong_AsLongLong(value);
-  }
-  if (PyErr_Occurred()) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(map, &view, PyBUF_WRITABLE) < 0) {
     return nullptr;
   }
-  if (!is_known(l)) {
-    PyErr_SetString(PyExc_ValueError, "a layout of the journal that this library does not know");
-    return nullptr;
+  if (!core_of(self).open(static_cast<char*>(view.buf), view.len, Parts{running, held, records, half})) {
+    PyBuffer_Release(&view);
+    return PyErr_Format(
+        PyExc_ValueError, "parts at %lld, %lld and %lld of two times %lld records do not lie in this memory, or the journal was opened before",
+        running, held, records, half);
   }
-  PyObject *kind, *codes;
-  for (Py_ssize_t at = 0; PyDict_Next(formats, &at, &kind, &codes);) {
-    const long number = PyLong_AsLong(kind);
-    const char* text = PyUnicode_AsUTF8(codes);
-    if (!text || number < 0 || number >= kMostKinds || bytes_of(text, summary_bytes) > l.record_bytes - 16) {
-      return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "kind %ld", number);
-    }
-    (*of(self)->formats)[number] = text;
-  }
-  if (PyObject_GetBuffer(map, &of(self)->view, PyBUF_WRITABLE) < 0) {
-    return nullptr;
-  }
-  of(self)->summary_bytes = summary_bytes;
-  core.map = static_cast<char*>(of(self)->view.buf);
-  core.places = 2 * core.half_records;
+  of(self)->view = view;
   Py_RETURN_NONE;
 }
 
 // Nothing is written any more, and the map is let go of.
 PyObject* journal_let_go(PyObject* self, PyObject*) {
-  Held held(core_of(self));
-  core_of(self).limit = -1;
-  core_of(self).map = nullptr;
+  const Held held(core_of(self));
+  core_of(self).close();
   if (of(self)->view.obj) {
     PyBuffer_Release(&of(self)->view);
   }
@@ -138,6 +97,10 @@ PyObject* journal_forget(PyObject* self, PyObject* elsewhere) {
   if (PyObject_GetBuffer(elsewhere, &view, PyBUF_WRITABLE) < 0) {
     return nullptr;
   }
+  if (of(self)->view.obj && view.len < of(self)->view.len) {
+    PyBuffer_Release(&view);
+    return PyErr_Format(PyExc_ValueError, "less memory than the journal has");
+  }
   core_of(self).forget(static_cast<char*>(view.buf));
   if (of(self)->view.obj) {
     PyBuffer_Release(&of(self)->view);
@@ -146,36 +109,139 @@ PyObject* journal_forget(PyObject* self, PyObject* elsewhere) {
   Py_RETURN_NONE;
 }
 
+// A record as Python's values make it, all but its two numbers.
+struct Packing {
+  alignas(8) char record[layout::kRecordBytes] = {};
+  int kind = 0;
+  int32_t step = 0;
+
+  // kind, step, *values. False with an exception set.
+  bool take(PyObject* const* args, Py_ssize_t count) {
+    long long number;
+    if (count < 2 || !as_integer(args[0], number) || number < 0 || number >= kMostKinds || !layout::kFormats[number]) {
+      if (!PyErr_Occurred()) {
+        PyErr_SetString(PyExc_ValueError, "what kind of record?");
+      }
+      return false;
+    }
+    const char* codes = layout::kFormats[number];
+    if (static_cast<Py_ssize_t>(std::strlen(codes)) != count) {
+      PyErr_Format(PyExc_ValueError, "a record of kind %lld has %zu values", number, std::strlen(codes));
+      return false;
+    }
+    char* at = record + offsetof(layout::NodeEvents, record_kind);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (!put(at, codes[i], args[i])) {
+        return false;
+      }
+    }
+    kind = static_cast<int>(number);
+    std::memcpy(&step, record + offsetof(layout::NodeEvents, step), sizeof step);
+    return true;
+  }
+};
+
 // append(kind, step, *values): the same as `JournalWriter.append`, or `append_lasting`.
 template <bool is_lasting>
 PyObject* journal_append(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  Journal& core = core_of(self);
-  long long kind;
-  if (count < 2 || !as_integer(args[0], kind) || kind < 0 || kind >= kMostKinds) {
-    return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "what kind of record?");
+  Packing made;
+  if (!made.take(args, count)) {
+    return nullptr;
   }
-  const std::string& codes = (*of(self)->formats)[kind];
-  if (static_cast<Py_ssize_t>(codes.size()) != count) {
-    return PyErr_Format(PyExc_ValueError, "a record of kind %lld has %zu values", kind, codes.size());
-  }
-  alignas(8) char record[kMostRecordBytes];
-  char* at = record + 8;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!put(at, codes[i], args[i], of(self)->summary_bytes)) {
-      return nullptr;
-    }
-  }
-  std::memset(at, 0, record + core.layout.record_bytes - at);
-  int32_t step;
-  std::memcpy(&step, record + 10, 4);
   return on_ring(self, [&](Journal& journal) {
     if constexpr (is_lasting) {
-      journal.append_lasting(static_cast<int>(kind), step, record);
+      journal.append_lasting(made.kind, made.step, made.record);
     } else {
-      journal.append(static_cast<int>(kind), step, record);
+      journal.append(made.kind, made.step, made.record);
     }
     return Py_NewRef(Py_None);
   });
+}
+
+// hold(kind, step, *values) -> the place of a row that `settle` will complete, None where all are taken.
+PyObject* journal_hold(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  Packing made;
+  if (!made.take(args, count)) {
+    return nullptr;
+  }
+  const Held held(core_of(self));
+  const int place = core_of(self).hold(made.record);
+  return place < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(place);
+}
+
+// A place that `hold` gave, -1 for None. False with an exception set.
+bool as_place(PyObject* value, int& place) {
+  long long number = -1;
+  if (value != Py_None && !as_integer(value, number)) {
+    return false;
+  }
+  if (number < -1 || number >= layout::kHeldPlaces) {
+    PyErr_Format(PyExc_ValueError, "no row is held at %lld", number);
+    return false;
+  }
+  place = static_cast<int>(number);
+  return true;
+}
+
+// settle(place, kind, step, *values)
+PyObject* journal_settle(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  Packing made;
+  int place;
+  if (count < 1 || !as_place(args[0], place) || !made.take(args + 1, count - 1)) {
+    return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "a place and a row");
+  }
+  return on_ring(self, [&](Journal& journal) {
+    journal.settle(place, made.kind, made.step, made.record);
+    return Py_NewRef(Py_None);
+  });
+}
+
+// release(place)
+PyObject* journal_release(PyObject* self, PyObject* value) {
+  int place;
+  if (!as_place(value, place)) {
+    return nullptr;
+  }
+  const Held held(core_of(self));
+  core_of(self).release(place);
+  Py_RETURN_NONE;
+}
+
+// A buffer of contiguous memory, which is given back.
+struct Memory {
+  Py_buffer view = {};
+  ~Memory() {
+    if (view.obj) {
+      PyBuffer_Release(&view);
+    }
+  }
+};
+
+// amend(numbers, offsets, data): words of 8 bytes each, and the same number of bytes for each of them.
+PyObject* journal_amend(PyObject* self, PyObject* args) {
+  PyObject *numbers, *offsets, *data;
+  if (!PyArg_ParseTuple(args, "OOO", &numbers, &offsets, &data)) {
+    return nullptr;
+  }
+  Memory of_numbers, of_offsets, of_data;
+  if (PyObject_GetBuffer(numbers, &of_numbers.view, PyBUF_C_CONTIGUOUS) < 0 ||
+      PyObject_GetBuffer(offsets, &of_offsets.view, PyBUF_C_CONTIGUOUS) < 0 ||
+      PyObject_GetBuffer(data, &of_data.view, PyBUF_C_CONTIGUOUS) < 0) {
+    return nullptr;
+  }
+  const Py_ssize_t count = of_numbers.view.len / 8, width = count ? of_data.view.len / count : 0;
+  const bool is_whole = of_numbers.view.len == count * 8 && of_offsets.view.len == count * 8 && of_data.view.len == count * width;
+  bool is_done = is_whole;
+  if (is_whole && count) {
+    const Unlocked unlocked;
+    is_done = core_of(self).amend(
+        static_cast<const uint64_t*>(of_numbers.view.buf), static_cast<const int64_t*>(of_offsets.view.buf),
+        static_cast<const char*>(of_data.view.buf), count, width);
+  }
+  if (!is_done) {
+    return PyErr_Format(PyExc_ValueError, "what is to be written does not lie in records");
+  }
+  Py_RETURN_NONE;
 }
 
 // map_ahead() -> whether there are more pages that nobody has written to. Of one thread; without the GIL meanwhile.
@@ -187,12 +253,12 @@ PyObject* journal_map_ahead(PyObject* self, PyObject*) {
   int64_t length = 0;
   {
     Held held(core);
-    core.mapped = std::max(core.mapped, std::min(core.written, core.places) * core.layout.record_bytes / kAtOnce * kAtOnce);
-    length = std::min(kAtOnce, core.places * core.layout.record_bytes - core.mapped);
+    core.mapped = std::max(core.mapped, std::min(core.written, core.places) * layout::kRecordBytes / kAtOnce * kAtOnce);
+    length = std::min(kAtOnce, core.places * layout::kRecordBytes - core.mapped);
     if (core.limit < 0 || length <= 0) {
       Py_RETURN_FALSE;
     }
-    at = core.map + core.layout.records_offset + core.mapped;
+    at = core.map + core.parts.records_offset + core.mapped;
     core.mapped += length;
   }
   int failed = 0;
@@ -209,25 +275,36 @@ PyObject* journal_drop(PyObject* self, PyObject* args) {
   if (!PyArg_ParseTuple(args, "ii", &kind, &step)) {
     return nullptr;
   }
+  if (kind < 0 || kind >= kMostKinds) {
+    return PyErr_Format(PyExc_ValueError, "what kind of record?");
+  }
   Held held(core_of(self));
   core_of(self).drop(kind, step);
   Py_RETURN_NONE;
 }
 
-PyObject* journal_push(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  long long thread;
-  if (count != 14 || !as_integer(args[0], thread)) {
-    return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "a thread, and what it runs");
-  }
-  RunningEntry entry = {};
-  char* at = reinterpret_cast<char*>(&entry);
-  static const char codes[] = "IIiiiiiiIIqqi";
-  for (Py_ssize_t i = 1; i < count; ++i) {
-    if (!put(at, codes[i - 1], args[i], 0)) {
-      return nullptr;
+// Values into the fields of a packed structure that lie behind each other, one letter of `codes` each.
+bool put_all(char* at, const char* codes, PyObject* const* values) {
+  for (; *codes; ++codes, ++values) {
+    if (!put(at, *codes, *values)) {
+      return false;
     }
   }
-  Held held(core_of(self));
+  return true;
+}
+
+// push_running(thread, *fields of RUNNING but the spare one)
+PyObject* journal_push(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  constexpr Py_ssize_t fields = sizeof layout::kRunningFormat - 1;
+  long long thread;
+  if (count != fields + 1 || !as_integer(args[0], thread)) {
+    return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "a thread, and what it runs");
+  }
+  layout::Running entry;
+  if (!put_all(reinterpret_cast<char*>(&entry), layout::kRunningFormat, args + 1)) {
+    return nullptr;
+  }
+  const Held held(core_of(self));
   core_of(self).push(thread, entry);
   Py_RETURN_NONE;
 }
@@ -244,41 +321,27 @@ PyObject* journal_pop(PyObject* self, PyObject* thread) {
 
 // move(thread, moved_ns, place)
 PyObject* journal_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  Journal& core = core_of(self);
+  constexpr Py_ssize_t fields = sizeof layout::kPlaceFormat - 1;
   long long thread, moved;
   if (count != 3 || !as_integer(args[0], thread) || !as_integer(args[1], moved) || !PyTuple_Check(args[2]) ||
-      PyTuple_GET_SIZE(args[2]) != kPlaceFields) {
+      PyTuple_GET_SIZE(args[2]) != fields) {
     return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "a thread, a time and a place");
   }
-  PlaceEntry entry = {};
-  entry.moved_ns = entry.moved_ns_again = moved;
-  char* at = reinterpret_cast<char*>(&entry.kind);
-  static const char codes[] = "IIiiiii";
-  for (int i = 0; i < kPlaceFields; ++i) {
-    if (!put(at, codes[i], PyTuple_GET_ITEM(args[2], i), 0)) {
-      return nullptr;
-    }
+  layout::Place place;
+  place.moved_ns = place.moved_ns_again = moved;
+  char* const after_time = reinterpret_cast<char*>(&place) + offsetof(layout::Place, kind);
+  if (!put_all(after_time, layout::kPlaceFormat, &PyTuple_GET_ITEM(args[2], 0))) {
+    return nullptr;
   }
   PyObject* before = nullptr;
   {
-    Held held(core);
-    if (core.limit >= 0) {
-      const int slot = core.slot_of(thread);
-      if (slot >= 0) {
-        // First and last the time: a place of which they differ was being written.
-        char* to = core.map + core.layout.places_offset + slot * core.layout.place_bytes;
-        std::memcpy(to, &entry.moved_ns, 8);
-        __atomic_thread_fence(__ATOMIC_RELEASE);
-        std::memcpy(to + 8, &entry.kind, sizeof entry - 16);
-        __atomic_thread_fence(__ATOMIC_RELEASE);
-        std::memcpy(to + sizeof entry - 8, &entry.moved_ns_again, 8);
-        core.place_kinds[slot] = entry.kind;
-        before = core.place_objects[slot];
-        core.place_objects[slot] = Py_NewRef(args[2]);
-      }
+    const Held held(core_of(self));
+    const int slot = core_of(self).move(thread, place);
+    if (slot >= 0) {
+      before = std::exchange(of(self)->places[slot], Py_NewRef(args[2]));
     }
   }
-  Py_XDECREF(before);
+  Py_XDECREF(before); // not under the lock: it may be anybody's
   Py_RETURN_NONE;
 }
 
@@ -291,37 +354,16 @@ PyObject* journal_place_of(PyObject* self, PyObject* thread) {
   Held held(core_of(self));
   const Journal& core = core_of(self);
   const int slot = core.known_slot(number);
-  if (slot < 0 || !core.place_kinds[slot] || !core.place_objects[slot]) {
+  if (slot < 0 || !core.place_kinds[slot] || !of(self)->places[slot]) {
     Py_RETURN_NONE;
   }
-  return Py_NewRef(core.place_objects[slot]);
-}
-
-PyObject* journal_enter(PyObject* self, PyObject*) {
-  Held::take(core_of(self));
-  return Py_NewRef(self);
-}
-
-PyObject* journal_exit(PyObject* self, PyObject* const*, Py_ssize_t) {
-  core_of(self).lock.unlock();
-  Py_RETURN_NONE;
+  return Py_NewRef(of(self)->places[slot]);
 }
 
 template <int64_t Journal::*field>
 PyObject* number_of(PyObject* self, void*) {
   Held held(core_of(self));
   return PyLong_FromLongLong(core_of(self).*field);
-}
-
-template <int64_t Journal::*field>
-int set_number(PyObject* self, PyObject* value, void*) {
-  long long number;
-  if (!value || !as_integer(value, number)) {
-    return -1;
-  }
-  Held held(core_of(self));
-  core_of(self).*field = number;
-  return 0;
 }
 
 // Counts of records by kind.
@@ -337,9 +379,9 @@ PyObject* journal_counts(PyObject* self, void*) {
 PyObject* journal_drops(PyObject* self, void*) {
   PyObject* drops = PyList_New(kMostKinds);
   for (int kind = 0; drops && kind < kMostKinds; ++kind) {
-    const Journal::Drop& drop = core_of(self).drops[kind];
+    const layout::Drop drop = core_of(self).drops[kind];
     PyList_SET_ITEM(
-        drops, kind, Py_BuildValue("Lii", static_cast<long long>(drop.count), drop.first, drop.last));
+        drops, kind, Py_BuildValue("Lii", static_cast<long long>(drop.count), drop.first_step, drop.last_step));
   }
   return drops;
 }
@@ -372,14 +414,16 @@ PyMethodDef journal_methods[] = {
     {"pop_running", journal_pop, METH_O, "The thread has finished what it noted last."},
     {"move", fast(journal_move), METH_FASTCALL, "Note where a thread is."},
     {"place_of", journal_place_of, METH_O, "Where a thread is, by its last move."},
-    {"__enter__", journal_enter, METH_NOARGS, "Take the lock."},
-    {"__exit__", fast(journal_exit), METH_FASTCALL, "Give the lock back."},
+    {"hold", fast(journal_hold), METH_FASTCALL, "Keep a row that will be completed."},
+    {"settle", fast(journal_settle), METH_FASTCALL, "Write the complete row in place of a held one."},
+    {"release", journal_release, METH_O, "Forget a held row."},
+    {"amend", journal_amend, METH_VARARGS, "Write over parts of records."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef journal_fields[] = {
-    {"written", number_of<&Journal::written>, set_number<&Journal::written>, "The newest record.", nullptr},
-    {"limit", number_of<&Journal::limit>, set_number<&Journal::limit>, "The last that has room.", nullptr},
-    {"next_half", number_of<&Journal::next_half>, set_number<&Journal::next_half>, "Fills a half.", nullptr},
+    {"written", number_of<&Journal::written>, nullptr, "The newest record.", nullptr},
+    {"limit", number_of<&Journal::limit>, nullptr, "The last that has room.", nullptr},
+    {"next_half", number_of<&Journal::next_half>, nullptr, "Fills a half.", nullptr},
     {"drained", number_of<&Journal::drained>, nullptr, "Up to where all lies in parts, or is over.", nullptr},
     {"kept", journal_kept, nullptr, "First and last step that a ring keeps.", nullptr},
     {"ring", journal_ring, nullptr, "What a ring wants, how often it was full, what it let go of.", nullptr},
@@ -391,13 +435,15 @@ PyGetSetDef journal_fields[] = {
 PyType_Slot journal_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(journal_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(journal_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(journal_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(journal_clear)},
     {Py_tp_methods, journal_methods},
     {Py_tp_getset, journal_fields},
     {Py_tp_doc, const_cast<char*>("The mapped journal, for threads with and without the GIL.")},
     {0, nullptr}};
 
 PyType_Spec journal_spec = {
-    "gradtrace_native.Journal", sizeof(PyJournal), 0, Py_TPFLAGS_DEFAULT, journal_slots};
+    "gradtrace_native.Journal", sizeof(PyJournal), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, journal_slots};
 
 } // namespace
 

@@ -1,4 +1,5 @@
 // The library's face in Python: `Settings`, `Pass` (pass_type.h), `Sightings` (sightings.h) and summaries.
+#include "python/journal_object.h"
 #include "python/pass_type.h"
 #include "python/sightings.h"
 
@@ -8,92 +9,40 @@ namespace {
 PyTypeObject* journal_type = nullptr;
 PyTypeObject* pass_type = nullptr;
 
-// A record of Python's, and its kind.
-bool record_of(PyObject* bytes, int64_t length, Record& record, int& kind) {
-  if (!PyBytes_Check(bytes) || PyBytes_GET_SIZE(bytes) != length || length > static_cast<int64_t>(record.size())) {
-    PyErr_SetString(PyExc_ValueError, "a record is so many bytes");
-    return false;
+// A record of Python's, which is one of that kind.
+bool record_of(PyObject* bytes, uint16_t kind, Record& record) {
+  uint16_t number = 0;
+  if (PyBytes_Check(bytes) && PyBytes_GET_SIZE(bytes) == static_cast<Py_ssize_t>(record.size())) {
+    std::memcpy(record.data(), PyBytes_AS_STRING(bytes), record.size());
+    number = row_in<layout::NodeEvents>(record.data()).record_kind;
   }
-  uint16_t number;
-  std::memcpy(record.data(), PyBytes_AS_STRING(bytes), length);
-  std::memcpy(&number, record.data() + 8, sizeof number);
-  kind = number;
-  return true;
+  if (number != kind) {
+    PyErr_Format(PyExc_ValueError, "a record of kind %d is %zu bytes that say so", static_cast<int>(kind), record.size());
+  }
+  return number == kind;
 }
 
-// Settings(journal, zero_ns, records of a Node, a tensor and a gradient, fields: dict, summary: str, names: tuple of 6,
+// Settings(journal, zero_ns, records of a Node, a tensor and a gradient, summary: str, names: tuple of 6,
 // foreign, (begins, ends))
 PyObject* settings_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *journal, *node, *tensor, *gradient, *fields, *names, *foreign, *begins, *ends;
+  PyObject *journal, *node, *tensor, *gradient, *names, *foreign, *begins, *ends;
   long long zero_ns;
   const char* summary;
   if (!PyArg_ParseTuple(
-          args, "O!L(OOO)O!sO!O(OO)", journal_type, &journal, &zero_ns, &node, &tensor, &gradient, &PyDict_Type,
-          &fields, &summary, &PyTuple_Type, &names, &foreign, &begins, &ends)) {
-    return nullptr;
-  }
-  if (reinterpret_cast<PyJournal*>(journal)->summary_bytes != sizeof(Packed)) {
-    PyErr_SetString(PyExc_ValueError, "summaries of another layout than this library's");
+          args, "O!L(OOO)sO!O(OO)", journal_type, &journal, &zero_ns, &node, &tensor, &gradient, &summary,
+          &PyTuple_Type, &names, &foreign, &begins, &ends)) {
     return nullptr;
   }
   auto settings = std::make_shared<Settings>();
   settings->journal = *reinterpret_cast<PyJournal*>(journal)->core;
   settings->zero_ns = zero_ns;
-  const int64_t length = settings->journal->layout.record_bytes;
-  if (!record_of(node, length, settings->node, settings->node_kind) ||
-      !record_of(tensor, length, settings->tensor, settings->tensor_kind) ||
-      !record_of(gradient, length, settings->gradient, settings->gradient_kind)) {
+  if (!record_of(node, layout::kKindNodeEvents, settings->node) ||
+      !record_of(tensor, layout::kKindNodeTensors, settings->tensor) ||
+      !record_of(gradient, layout::kKindGradients, settings->gradient)) {
     return nullptr;
   }
   settings->is_off = std::strcmp(summary, "off") == 0;
   settings->is_whole = std::strcmp(summary, "full") == 0;
-  Fields& f = settings->fields;
-  const struct {
-    const char* name;
-    int64_t* place;
-  } wanted[] = {
-      {"step", &f.step},
-      {"microbatch", &f.microbatch},
-      {"backward_index", &f.backward_index},
-      {"phase", &f.phase},
-      {"stage_index", &f.stage_index},
-      {"event_index", &f.event_index},
-      {"autograd_seq", &f.autograd_seq},
-      {"node_name", &f.node_name},
-      {"root", &f.root},
-      {"module_fqn", &f.module_fqn},
-      {"call_index", &f.call_index},
-      {"occurrence", &f.occurrence},
-      {"parameter_fqn", &f.parameter_fqn},
-      {"thread", &f.thread},
-      {"start_ns", &f.start_ns},
-      {"end_ns", &f.end_ns},
-      {"grad_output_count", &f.grad_output_count},
-      {"grad_input_count", &f.grad_input_count},
-      {"grad_output_mutated", &f.grad_output_mutated},
-      {"grad_output_summary", &f.grad_output_summary},
-      {"grad_input_summary", &f.grad_input_summary},
-      {"node_tensors.event_index", &f.tensor_event_index},
-      {"node_tensors.direction", &f.tensor_direction},
-      {"node_tensors.position", &f.tensor_position},
-      {"node_tensors.shape", &f.tensor_shape},
-      {"node_tensors.summary", &f.tensor_summary},
-      {"gradients.root", &f.gradient_root},
-      {"gradients.parameter_fqn", &f.gradient_parameter_fqn},
-      {"gradients.shape", &f.gradient_shape},
-      {"gradients.summary", &f.gradient_summary},
-  };
-  for (const auto& field : wanted) {
-    PyObject* offset = PyDict_GetItemString(fields, field.name);
-    if (!offset) {
-      PyErr_SetString(PyExc_KeyError, field.name);
-      return nullptr;
-    }
-    *field.place = PyLong_AsLongLong(offset);
-  }
-  if (PyErr_Occurred()) {
-    return nullptr;
-  }
   unsigned int numbers[6];
   if (!PyArg_ParseTuple(
           names, "IIIIII", &numbers[0], &numbers[1], &numbers[2], &numbers[3], &numbers[4], &numbers[5])) {
@@ -112,9 +61,38 @@ PyObject* settings_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return self;
 }
 
+// Of what passes share, where no pass has it too: then nothing can change or drop it meanwhile.
+int settings_traverse(PyObject* self, visitproc visit, void* arg) {
+  const auto* shared = reinterpret_cast<PySettings*>(self)->settings;
+  if (shared && shared->use_count() == 1) {
+    const Settings& own = **shared;
+    Py_VISIT(own.foreign);
+    Py_VISIT(own.begins);
+    Py_VISIT(own.ends);
+    for (const auto& [named, names] : own.leaves) {
+      Py_VISIT(names.named);
+      Py_VISIT(names.frame);
+    }
+    for (const auto& [variable, place] : own.leaf_places) {
+      Py_VISIT(place.module);
+      Py_VISIT(place.own);
+    }
+  }
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+// No pass can begin with it any more.
+int settings_clear(PyObject* self) {
+  auto*& shared = reinterpret_cast<PySettings*>(self)->settings;
+  delete std::exchange(shared, nullptr);
+  return 0;
+}
+
 void settings_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
-  delete reinterpret_cast<PySettings*>(self)->settings;
+  PyObject_GC_UnTrack(self);
+  settings_clear(self);
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -122,11 +100,13 @@ void settings_dealloc(PyObject* self) {
 PyType_Slot settings_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(settings_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(settings_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(settings_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(settings_clear)},
     {Py_tp_doc, const_cast<char*>("What all passes of a recording share.")},
     {0, nullptr}};
 
 PyType_Spec settings_spec = {
-    "gradtrace_native.Settings", sizeof(PySettings), 0, Py_TPFLAGS_DEFAULT, settings_slots};
+    "gradtrace_native.Settings", sizeof(PySettings), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, settings_slots};
 
 // Elements that are summarised without letting go of the GIL: some 20 microseconds.
 constexpr int64_t kMostUnderLock = 65536;
@@ -316,6 +296,7 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit_gradtrace_nat
   if (!journal_type || !settings_type || !pass_type ||
       PyModule_AddObjectRef(module, "Settings", reinterpret_cast<PyObject*>(settings_type)) < 0 ||
       PyModule_AddObjectRef(module, "Pass", reinterpret_cast<PyObject*>(pass_type)) < 0 ||
+      PyModule_AddStringConstant(module, "layouts", layout::kDigest) < 0 ||
       PyModule_AddObject(module, "Sightings", PyType_FromSpec(&sightings_spec)) < 0) {
     Py_DECREF(module);
     return nullptr;

@@ -43,17 +43,9 @@ bool put_integer(char*& at, PyObject* value) {
   return true;
 }
 
-// How many bytes values of these kinds take.
-int64_t bytes_of(const char* codes, int summary_bytes) {
-  int64_t bytes = 0;
-  for (; *codes; ++codes) {
-    const bool is_four = *codes == 'I' || *codes == 'i';
-    bytes += *codes == 'B' ? 1 : *codes == 'H' ? 2 : is_four ? 4 : *codes == 's' ? summary_bytes : 8;
-  }
-  return bytes;
-}
-
-bool put(char*& at, char code, PyObject* value, int summary_bytes) {
+// A value into a field, which `at` goes past: what it is, as record_layouts.h has it. False with an exception set.
+bool put(char*& at, char code, PyObject* value) {
+  constexpr Py_ssize_t summary_bytes = sizeof(layout::Summary);
   switch (code) {
     case 'B':
       return put_integer<uint8_t>(at, value);

@@ -22,13 +22,22 @@ struct LetGo {
 // Pass(settings, step, microbatch, backward_index, phase, stage_index)
 PyObject* pass_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* settings;
-  RunningEntry about = {};
+  int step, microbatch, backward_index, stage_index;
+  unsigned int phase;
+  layout::Running about;
   if (!PyArg_ParseTuple(
-          args, "O!iiiIi", settings_type, &settings, &about.step, &about.microbatch, &about.backward_index,
-          &about.phase, &about.stage_index)) {
+          args, "O!iiiIi", settings_type, &settings, &step, &microbatch, &backward_index, &phase, &stage_index)) {
     return nullptr;
   }
+  about.step = step;
+  about.microbatch = microbatch;
+  about.backward_index = backward_index;
+  about.phase = phase;
+  about.stage_index = stage_index;
   return guarded([&]() -> PyObject* {
+    if (!reinterpret_cast<PySettings*>(settings)->settings) {
+      throw std::logic_error("settings that the collector has cleared");
+    }
     std::unique_ptr<Pass, LetGo> pass(new Pass(*reinterpret_cast<PySettings*>(settings)->settings, about));
     PyObject* self = type->tp_alloc(type, 0);
     if (self) {
@@ -39,8 +48,19 @@ PyObject* pass_new(PyTypeObject* type, PyObject* args, PyObject*) {
   });
 }
 
+// The calls whose Nodes are watched. They go when the pass is over, so there is nothing to clear.
+int pass_traverse(PyObject* self, visitproc visit, void* arg) {
+  const Attached* own = reinterpret_cast<PyPass*>(self)->own;
+  for (size_t i = 0; own && own->buffers && i < own->buffers->frames.size(); ++i) {
+    Py_VISIT(own->buffers->frames[i]);
+  }
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
 void pass_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
   if (reinterpret_cast<PyPass*>(self)->own) {
     // Hooks that are still on a Node hold the pass, which is closed: they do nothing.
     of(self).pass->is_open.store(false);
@@ -200,13 +220,14 @@ PyGetSetDef pass_fields[] = {
 PyType_Slot pass_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(pass_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(pass_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(pass_traverse)},
     {Py_tp_methods, pass_methods},
     {Py_tp_getset, pass_fields},
     {Py_tp_iternext, reinterpret_cast<void*>(pass_next)},
     {Py_tp_doc, const_cast<char*>("One backward pass under watch. Its next is the next event_index.")},
     {0, nullptr}};
 
-PyType_Spec pass_spec = {"gradtrace_native.Pass", sizeof(PyPass), 0, Py_TPFLAGS_DEFAULT, pass_slots};
+PyType_Spec pass_spec = {"gradtrace_native.Pass", sizeof(PyPass), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, pass_slots};
 
 } // namespace
 } // namespace gradtrace

@@ -57,11 +57,17 @@ PyObject* journal_keep_steps(PyObject* self, PyObject* number) {
   });
 }
 
-// want(): parts are wanted of every step that has ended.
+PyObject* steps_of(const Ring& ring) {
+  const auto& marks = ring.marks;
+  return marks.empty() ? Py_NewRef(Py_None) : Py_BuildValue("(ii)", marks.front().step, marks.back().step);
+}
+
+// want() -> (first, last) step that has ended: parts are wanted of all of them. None for none.
 PyObject* journal_want(PyObject* self, PyObject*) {
   return on_ring(self, [](Journal& journal) {
-    journal.ring.wanted = journal.ring.marks.empty() ? 0 : journal.ring.marks.back().number;
-    return Py_NewRef(Py_None);
+    Ring& ring = journal.ring;
+    ring.wanted = ring.marks.empty() ? 0 : ring.marks.back().number;
+    return steps_of(ring);
   });
 }
 
@@ -93,10 +99,7 @@ PyObject* journal_took_not_finite(PyObject* self, PyObject*) {
 
 // kept -> (first, last) step that has ended and is kept, None for none.
 PyObject* journal_kept(PyObject* self, void*) {
-  return on_ring(self, [](Journal& journal) {
-    const auto& marks = journal.ring.marks;
-    return marks.empty() ? Py_NewRef(Py_None) : Py_BuildValue("(ii)", marks.front().step, marks.back().step);
-  });
+  return on_ring(self, [](Journal& journal) { return steps_of(journal.ring); });
 }
 
 // ring -> (up to where parts are wanted, how often there was no room, records let go of by kind)

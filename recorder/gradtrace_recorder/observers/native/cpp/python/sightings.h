@@ -45,14 +45,37 @@ PyObject* sightings_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return self;
 }
 
+// What was seen where may lead back here: the collector of cycles is told.
+int sightings_traverse(PyObject* self, visitproc visit, void* arg) {
+  const PySightings& own = sightings_of(self);
+  for (size_t i = 0; own.ring && i < own.ring->size(); ++i) {
+    Py_VISIT((*own.ring)[i].how);
+    Py_VISIT((*own.ring)[i].where);
+  }
+  Py_VISIT(own.tensor_type);
+  Py_VISIT(own.parameter_type);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+int sightings_clear(PyObject* self) {
+  std::vector<Sighting> all;
+  if (sightings_of(self).ring) {
+    all.swap(*sightings_of(self).ring);
+  }
+  for (const Sighting& one : all) {
+    Py_DECREF(one.how);
+    Py_DECREF(one.where);
+  }
+  return 0;
+}
+
 void sightings_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
   PySightings& own = sightings_of(self);
   if (own.ring) {
-    for (const Sighting& one : *own.ring) {
-      Py_DECREF(one.how);
-      Py_DECREF(one.where);
-    }
+    sightings_clear(self);
     delete own.ring;
   }
   Py_XDECREF(own.tensor_type);
@@ -155,13 +178,16 @@ PyMethodDef sightings_methods[] = {
 PyType_Slot sightings_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(sightings_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(sightings_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(sightings_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(sightings_clear)},
     {Py_tp_iter, reinterpret_cast<void*>(sightings_iter)},
     {Py_tp_methods, sightings_methods},
     {Py_tp_doc, const_cast<char*>("What was seen of tensors last.")},
     {0, nullptr}};
 
 PyType_Spec sightings_spec = {
-    "gradtrace_native.Sightings", sizeof(PySightings), 0, Py_TPFLAGS_DEFAULT, sightings_slots};
+    "gradtrace_native.Sightings", sizeof(PySightings), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    sightings_slots};
 
 // calls_run(count): whether so many frames of `_call_impl` lie on the calling thread's stack.
 PyObject* calls_run(PyObject*, PyObject* wanted) {
