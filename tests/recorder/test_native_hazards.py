@@ -211,7 +211,7 @@ def test_a_recording_that_is_over_leaves_nothing_of_its_own(tmp_path: Path) -> N
     from gradtrace_recorder.attribution import Attribution
     from support.recordings.in_process import recording
 
-    alive = []
+    alive: list[weakref.ref[object]] = []
     for number in range(3):
         with recording(tmp_path / f"run-{number}", observer="native"):
             model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())

@@ -109,8 +109,8 @@ def _body() -> Iterator[str]:
     yield "// What the values of a record are, by its kind: as Python's `struct` has them, and `s` for a summary."
     yield f"constexpr const char* kFormats[{_constant('DROP_KINDS')}] = {{"
     every = formats()
-    for kind in range(max(every) + 1):
-        yield f'    "{every.get(kind, "")}",'
+    for number in range(max(every) + 1):
+        yield f'    "{every.get(number, "")}",'
     yield "};"
     for structure, names in (("Running", ()), ("Place", ("moved_ns", "moved_ns_again"))):
         wanted = [n for n in _STRUCTURES[structure].names or () if n not in ("spare", *names)]
