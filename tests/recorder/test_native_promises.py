@@ -250,10 +250,10 @@ def hold():
         taken.set()
         written.wait()
 
+place = (1, journal.string("act"), 0, 0, 0, 0, NULL_INT32)  # names are what the lock is for
 holder = threading.Thread(target=hold)
 holder.start()
 taken.wait()
-place = (1, journal.string("act"), 0, 0, 0, 0, NULL_INT32)
 journal.move(7, 10, place)
 assert journal.place_of(7) is place
 journal.release(journal.hold(KINDS["groups"], *[0] * 11))
