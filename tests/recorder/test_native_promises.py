@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradtrace_recorder.observers.native import build, record_layouts
 from gradtrace_recorder.observers.native.build import library
 from gradtrace_recorder.state import naming
 from gradtrace_recorder.state.attribution import Attribution
@@ -239,43 +240,44 @@ from pathlib import Path
 import torch
 from gradtrace_recorder.observers.native.build import library
 from gradtrace_recorder.observers.native.journal import NativeJournal
-from gradtrace_schemas.journal import NULL_INT32
+from gradtrace_schemas.journal import KINDS, NULL_INT32
 
 journal = NativeJournal(library(), Path(sys.argv[1]), rank=0, attempt=0, wall_start_ns=1, monotonic_start_ns=2)
-taken = threading.Event()
+taken, written = threading.Event(), threading.Event()
 
 def hold():
     with journal.lock:
         taken.set()
-        time.sleep(0.2)  # it needs the GIL again before it gives the lock back
+        written.wait()
 
+place = (1, journal.string("act"), 0, 0, 0, 0, NULL_INT32)  # names are what the lock is for
 holder = threading.Thread(target=hold)
 holder.start()
 taken.wait()
-place = (1, journal.string("act"), 0, 0, 0, 0, NULL_INT32)
 journal.move(7, 10, place)
 assert journal.place_of(7) is place
+journal.release(journal.hold(KINDS["groups"], *[0] * 11))
+written.set()
 holder.join()
 journal.close(remove=True)
 """
 
 
-def test_whoever_waits_for_the_journal_lets_go_of_the_gil(tmp_path: Path) -> None:
-    """In a process of its own, which would hang for good."""
+def test_python_cannot_hold_what_hooks_wait_for(tmp_path: Path) -> None:
+    """Under `lock` others still write; the core has no entry to its own. In a process that would hang otherwise."""
     command = [sys.executable, "-c", _WAITING, str(tmp_path / "journal")]
     subprocess.run(command, check=True, timeout=60, env={**os.environ, "GRADTRACE_DIR": ""})
+    assert not hasattr(library().Journal(), "__enter__")
 
 
-def test_a_journal_of_another_layout_is_refused(tmp_path: Path) -> None:
+def test_a_library_that_was_built_for_other_records_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What is compiled in must be what the schemas say: else it would be written past the ends of records."""
-    from gradtrace_recorder.observers.native import journal as side
-
-    about = {"rank": 0, "attempt": 0, "wall_start_ns": 1, "monotonic_start_ns": 2}
-    good = side.NativeJournal(library(), tmp_path / "journal", **about)
-    layout = good._layout()
-    for change in ({"record_bytes": 4096}, {"place_bytes": 8}, {"thread_bytes": 64}):
-        with pytest.raises(ValueError, match="a layout of the journal"):
-            library().Journal().open(bytearray(1 << 16), layout | change, {}, 1)
-    with pytest.raises(ValueError, match="kind 1"):
-        library().Journal().open(bytearray(1 << 16), layout, {1: "q" * 300}, 1)
-    good.close(remove=True)
+    built = build.built_library()
+    assert built is not None
+    monkeypatch.setattr(record_layouts, "digest", lambda: "of other records")
+    assert build.built_library() is None
+    monkeypatch.setattr(build, "built_library", lambda: built)
+    with pytest.raises(ImportError, match="built for other records"):
+        library()

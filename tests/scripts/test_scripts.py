@@ -90,7 +90,9 @@ def sanitize(folder: Path) -> None:
     """Its tests are named. To build and run them takes minutes, and a compiler."""
     said = ran("sanitize", "--list")
     files = {line.split("::")[0] for line in said.splitlines() if "::" in line}
-    assert len(files) == 6 and "tests/recorder/test_native.py" in files
+    assert len(files) == 8 and "tests/recorder/test_native.py" in files
+    threads = ran("sanitize", "--list", "thread")
+    assert "test_threads_in_a_part_race_for_nothing[journal]" in threads
 
 
 def pictures(folder: Path) -> None:

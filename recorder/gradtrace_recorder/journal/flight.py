@@ -149,9 +149,8 @@ class Flight:
         }
 
     def _ask(self, reason: str, step: int | None, token: str | None = None) -> None:
-        first, last = self._ring.kept or (None, None)
+        first, last = self._ring.want() or (None, None)
         self._asked.append(Trigger(reason, step, first, last, time.time_ns(), token))
-        self._ring.want()
         self._wake()
 
 

@@ -79,10 +79,11 @@ class Ring:
         with self._journal.lock:
             return (self._marks[0].step, self._marks[-1].step) if self._marks else None
 
-    def want(self) -> None:
-        """Parts are wanted of every step that has ended."""
+    def want(self) -> tuple[int, int] | None:
+        """Parts are wanted of every step that has ended. The first and the last of them, None for none."""
         with self._journal.lock:
-            self._wanted = self._marks[-1].number
+            self._wanted = self._marks[-1].number if self._marks else 0
+            return self.kept
 
     @property
     def wanted(self) -> int:

@@ -26,11 +26,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gradtrace_recorder.observers.native import record_layouts
 from gradtrace_recorder.settings.variables import NATIVE_CACHE
 
 NAME = "gradtrace_native"
 CACHE_VARIABLE = NATIVE_CACHE.variable
-_SOURCES = ("summary.cpp", "journal.cpp", "journal_type.cpp", "observer.cpp")
+_CPP = Path(__file__).parent / "cpp"
+_SOURCES = (
+    "summary/summary.cpp",
+    "journal/journal.cpp",
+    "python/journal_type.cpp",
+    "python/observer.cpp",
+)
 # Contracted operations would give other bits on other processors; the vector code asks for them by name. Elements are
 # copied as words and read as numbers, which strict aliasing forbids.
 _FLAGS = (
@@ -53,6 +60,10 @@ def build_native(*, again: bool = False) -> Path:
         raise NotBuilt(
             "the native observer needs Python's global lock, and this Python runs without; "
             "jobs are recorded by the Python observer"
+        )
+    if not record_layouts.is_fresh():
+        raise NotBuilt(
+            f"{record_layouts.HEADER_FILE.name} is not the one of gradtrace_schemas; scripts/reference writes it"
         )
     compiler, version = _compiler()
     try:
@@ -110,7 +121,10 @@ def library() -> Any:
         raise ImportError(
             f"{str(path)!r} is damaged (python -m gradtrace_recorder build makes a new one)"
         )
-    return _loaded(path)
+    found = _loaded(path)
+    if found.layouts != record_layouts.digest():
+        raise ImportError(f"{str(path)!r} was built for other records")
+    return found
 
 
 @functools.cache
@@ -124,11 +138,11 @@ def _loaded(path: Path) -> Any:
 
 
 def _build(compiler: str, built: Path) -> None:
-    here = Path(__file__).parent
     import torch
 
     root = Path(torch.__path__[0])
     includes = [
+        _CPP,
         root / "include",
         root / "include" / "torch" / "csrc" / "api" / "include",
         sysconfig.get_paths()["include"],
@@ -139,8 +153,8 @@ def _build(compiler: str, built: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="build-", dir=built.parent) as place:
         objects = []
         for source in _SOURCES:
-            into = str(Path(place) / f"{source}.o")
-            _run([compiler, *_FLAGS, *given, "-c", str(here / source), "-o", into])
+            into = str(Path(place) / f"{Path(source).stem}.o")
+            _run([compiler, *_FLAGS, *given, "-c", str(_CPP / source), "-o", into])
             objects.append(into)
         whole = Path(place) / built.name
         libraries = [f"-L{root / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
@@ -257,8 +271,8 @@ def _folder() -> Path:
     """Where libraries for this torch, this Python and these sources lie."""
     import torch
 
-    here = Path(__file__).parent
     parts: list[str | bytes] = [
+        record_layouts.digest(),
         str(torch.__version__),
         str(getattr(torch.version, "git_version", "")),
         *_flags_of_torch(),
@@ -269,7 +283,8 @@ def _folder() -> Path:
     with contextlib.suppress(OSError):  # one's own build of torch changes under the same version
         binary = Path(torch.__path__[0]) / "lib" / "libtorch_python.so"
         parts.append(str(binary.stat().st_size))
-    parts += [path.read_bytes() for kind in ("*.cpp", "*.h") for path in sorted(here.glob(kind))]
+    for path in sorted(path for kind in ("*.cpp", "*.h") for path in _CPP.rglob(kind)):
+        parts += [str(path.relative_to(_CPP)), path.read_bytes()]
     release = str(torch.__version__).replace("/", "-")
     return _cache() / "native" / f"torch-{release}-{_digest(*parts)}"
 

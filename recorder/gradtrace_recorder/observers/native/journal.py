@@ -1,39 +1,26 @@
 """The journal whose places are claimed in C++, so that threads without the GIL write into it too.
 
-Strings, held rows and the file itself are those of `JournalWriter`. A ring's steps are let go of in C++ too, by
-whichever thread finds it full.
+Strings and the file itself are those of `JournalWriter`. A ring's steps are let go of in C++ too, by whichever thread
+finds it full.
+
+The core has a lock of its own, which no code of Python's can take: hooks that run without the GIL would wait for
+whoever has it. `lock` is Python's, and guards what Python alone keeps: the strings.
 """
 
 from __future__ import annotations
 
 import collections
 import mmap
+import threading
 from pathlib import Path
 from typing import Any
 
-from gradtrace_recorder.journal.ring import Ring
-from gradtrace_recorder.journal.writer import INSIDE, NOWHERE, JournalWriter, Place
-from gradtrace_schemas.journal import (
-    DROPS,
-    DROPS_OFFSET,
-    HEADER,
-    JOURNAL_TABLES,
-    KINDS,
-    NULL_INT32,
-    PLACE,
-    PLACES_OFFSET,
-    RECORD_BYTES,
-    RECORD_HEAD,
-    SUMMARY,
-    THREAD,
-    THREAD_DEPTH,
-    THREAD_SLOTS,
-    plain_fields,
-    record_dtype,
-    struct_format,
-)
+import numpy as np
+import numpy.typing as npt
 
-_THREAD_HEAD = 16
+from gradtrace_recorder.journal.ring import Ring
+from gradtrace_recorder.journal.writer import NOWHERE, JournalWriter, Place
+from gradtrace_schemas.journal import NULL_INT32
 
 
 class NativeJournal(JournalWriter):
@@ -41,9 +28,9 @@ class NativeJournal(JournalWriter):
 
     def __init__(self, library: Any, path: Path, **about: Any) -> None:
         self.core = library.Journal()
+        self._is_opened = False
         super().__init__(path, **about)
         self.half_is_full = self.core.half_is_full
-        self.lock = self.core
         self.append = self.core.append  # type: ignore[method-assign]
         self.append_lasting = self.core.append_lasting  # type: ignore[method-assign]
         self.mark_drained = self.core.mark_drained  # type: ignore[method-assign]
@@ -51,7 +38,13 @@ class NativeJournal(JournalWriter):
         self.push_running = self.core.push_running  # type: ignore[method-assign]
         self.pop_running = self.core.pop_running  # type: ignore[method-assign]
         self.move = self.core.move  # type: ignore[method-assign]
-        self.core.open(self._map, self._layout(), _formats(), SUMMARY.itemsize)
+        self.hold = self.core.hold  # type: ignore[method-assign]
+        self.settle = self.core.settle  # type: ignore[method-assign]
+        self.release = self.core.release  # type: ignore[method-assign]
+        self.core.open(
+            self._map, self._running_offset, self._held_offset, self._records_offset, self.half_records
+        )  # fmt: skip
+        self._is_opened = True
 
     def place_of(self, thread: int) -> Place:
         """Where the thread is, by its last `move`."""
@@ -93,8 +86,23 @@ class NativeJournal(JournalWriter):
             if count and kind
         }
 
+    def amend(
+        self,
+        numbers: npt.NDArray[np.uint64],
+        offsets: npt.NDArray[np.int64],
+        data: npt.NDArray[np.uint8],
+    ) -> None:
+        """Write `data`, of shape (n, bytes), over the records of these numbers, each at its own offset; some at a
+        time, for which hooks wait."""
+        self.core.amend(
+            np.ascontiguousarray(numbers, np.uint64),
+            np.ascontiguousarray(offsets, np.int64),
+            np.ascontiguousarray(data, np.uint8),
+        )
+
     def forget(self) -> None:
         """In a forked child: whatever still writes here writes nowhere."""
+        self.lock = threading.RLock()  # a thread that is not here may have held it
         self._map = mmap.mmap(-1, len(self._map))
         self.core.forget(self._map)
 
@@ -106,28 +114,7 @@ class NativeJournal(JournalWriter):
     def _drop(self, kind: int, step: int | None) -> None:
         self.core.drop(kind, NULL_INT32 if step is None else step)
 
-    def _layout(self) -> dict[str, int]:
-        assert HEADER.fields is not None
-        return {
-            "records_offset": self._records_offset,
-            "record_bytes": RECORD_BYTES,
-            "running_offset": self._running_offset,
-            "thread_bytes": THREAD.itemsize,
-            "thread_head": _THREAD_HEAD,
-            "thread_slots": THREAD_SLOTS,
-            "thread_depth": THREAD_DEPTH,
-            "places_offset": PLACES_OFFSET,
-            "place_bytes": PLACE.itemsize,
-            "drops_offset": DROPS_OFFSET,
-            "drop_bytes": DROPS.itemsize,
-            "dropped_offset": HEADER.fields["dropped"][1],
-            "first_inside": min(INSIDE),
-            "last_inside": max(INSIDE),
-            "half_records": self.half_records,
-            "drained_offset": HEADER.fields["drained"][1],
-        }
-
-    # What `JournalWriter` counts in plain attributes lies in the core.
+    # What `JournalWriter` counts in plain attributes lies in the core, which alone moves it.
 
     @property
     def _written(self) -> int:
@@ -135,15 +122,16 @@ class NativeJournal(JournalWriter):
 
     @_written.setter
     def _written(self, value: int) -> None:
-        self.core.written = value
+        assert value == self.core.written
 
     @property
     def _limit(self) -> int:
-        return int(self.core.limit)
+        # Names are given before there is a place for records.
+        return int(self.core.limit) if self._is_opened else self._places
 
     @_limit.setter
     def _limit(self, value: int) -> None:
-        self.core.limit = value
+        assert value == self._limit or not self._is_opened
 
     @property
     def _drained(self) -> int:
@@ -151,7 +139,7 @@ class NativeJournal(JournalWriter):
 
     @_drained.setter
     def _drained(self, value: int) -> None:
-        assert value == self.core.drained  # which the core alone moves
+        assert value == self.core.drained
 
     @property
     def _next_half(self) -> int:
@@ -159,7 +147,7 @@ class NativeJournal(JournalWriter):
 
     @_next_half.setter
     def _next_half(self, value: int) -> None:
-        self.core.next_half = value
+        assert value == self.core.next_half or not self._is_opened
 
 
 class NativeRing(Ring):
@@ -195,14 +183,3 @@ class NativeRing(Ring):
     def shortened(self) -> int:
         """How often a step was let go of because there was no room."""
         return int(self._core.ring[1])
-
-
-def _formats() -> dict[int, str]:
-    """What the values of a record are, one letter each: as `struct` has them, and `s` for a summary."""
-    head = "".join(struct_format(RECORD_HEAD[name]) for name in (RECORD_HEAD.names or ())[1:])
-    formats = {}
-    for table in JOURNAL_TABLES:
-        dtype = record_dtype(table)
-        plain = "".join(struct_format(dtype[column.name]) for column in plain_fields(table))
-        formats[KINDS[table.name]] = head + plain + "s" * len(table.summaries)
-    return formats

@@ -173,7 +173,6 @@ class _Shared:
             journal.core,
             recording.timeline.zero_ns,
             (node, tensor, gradient),
-            _offsets(),
             recording.settings.summary,
             (*names, string("grad_output"), string("grad_input")),
             foreign(recording.summariser),
@@ -363,18 +362,6 @@ def _record(table: str, **fields: Any) -> bytes:
         else:
             record[name] = value
     return record.tobytes().ljust(RECORD_BYTES, b"\0")
-
-
-def _offsets() -> dict[str, int]:
-    """Where the fields lie that passes and hooks fill in."""
-    offsets: dict[str, int] = {}
-    for table, prefix in (
-        ("node_events", ""), ("node_tensors", "node_tensors."), ("gradients", "gradients."),
-    ):  # fmt: skip
-        fields = record_dtype(TABLES[table]).fields
-        assert fields is not None
-        offsets |= {prefix + name: field[1] for name, field in fields.items()}
-    return offsets
 
 
 never_compiled(NativeObserver, NativePassWatch, _Shared)
