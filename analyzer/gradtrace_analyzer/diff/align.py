@@ -17,6 +17,7 @@ from gradtrace_analyzer.diff.difference import Difference, differences
 from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS
 from gradtrace_analyzer.diff.pairing.ignored_rows import ignore_rows
 from gradtrace_analyzer.diff.pairing.opening import RunPair, StepOpener
+from gradtrace_analyzer.diff.pairing.pairs import leave_unjudged
 from gradtrace_analyzer.diff.pairing.tally import merged_spread, steps_of
 from gradtrace_analyzer.diff.pairing.whereabouts import whereabouts_sql
 from gradtrace_analyzer.diff.scope.selection import Selection
@@ -90,13 +91,15 @@ class Alignment:
         connection = self._connection
         for table in LINK_TABLES:
             for *place, count in connection.execute(
-                f"SELECT rank, step, count(*) FROM differing_{table.table} "
+                f"SELECT rank, step, count(*) FROM paired_{table.table} "
                 f"WHERE only_in = 'baseline' AND {self._chosen.condition(table, 'key_')} GROUP BY rank, step"
             ).fetchall():
                 self._alone[table.table, place[0], place[1]] = count
         ignore_rows(connection, self._torn_ends, unmatched=self._unmatched)
         judgement = self._judgement
-        if judgement is not None:
+        if judgement is None:
+            leave_unjudged(connection)
+        else:
             judgement.write()
             # Casts and forwards that run again are no other code; what else changes nothing is told with the code.
             judgement.set_aside(known=True)

@@ -85,7 +85,7 @@ class RunPair:
 
 
 class StepOpener:
-    """Makes `seen`, `common` and, of the steps that matter, `opened`, `step_start` and the `differing_` tables.
+    """Makes `seen`, `common` and, of the steps that matter, `opened`, `step_start` and the `paired_` tables.
 
     `clean` is called whenever these were made anew, before anything is counted in them; it is told whether all steps
     that may differ are open, and returns the first step of what it took out and tells all the same. `tallies` are
@@ -373,12 +373,12 @@ class StepOpener:
                 make = differing(table, self._unread[table.table], own, is_alike=self._is_alike)
                 self._connection.execute(make)
             # A loss is judged where its step is open: here by what it is allowed at least.
-            self._connection.execute(
-                "UPDATE differing_backward_passes SET exceeds = exceeds OR coalesce(abs(value_b_loss - value_c_loss) > "
-                f"greatest(abs(value_b_loss), abs(value_c_loss)) * {lower_bound.forward(lower_bound.unit)!r}, "
-                "value_b_loss IS DISTINCT FROM value_c_loss) OR isnan(value_b_loss) <> isnan(value_c_loss)"
-            )
-            found += [replace(t, is_judged=False) for t in tallied(self._connection, names)]
+            least = f"{lower_bound.forward(lower_bound.unit)!r}::DOUBLE"
+            apart_by = {"backward_passes": f"losses_apart(value_b_loss, value_c_loss, {least})"}
+            found += [
+                replace(t, is_judged=False)
+                for t in tallied(self._connection, names, unjudged=apart_by)
+            ]
         return found
 
     def _loads(self, places: Sequence[RankStep]) -> Iterator[list[RankStep]]:

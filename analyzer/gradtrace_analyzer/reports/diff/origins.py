@@ -9,8 +9,8 @@ from gradtrace_analyzer.diff.difference import LENGTHS, Change
 from gradtrace_analyzer.diff.findings.replays import replay_sentence
 from gradtrace_analyzer.diff.findings.rerun_nodes import RerunNode
 from gradtrace_analyzer.diff.origin import Origin
-from gradtrace_analyzer.diff.tolerances.noise import SCATTER
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
+from gradtrace_analyzer.numerics.model import MODEL
 from gradtrace_analyzer.reports.diff.grounds import (
     gradient_of_one,
     if_known,
@@ -279,7 +279,7 @@ def _rounding(origin: Origin) -> str:
     if change.shown_by in LENGTHS:
         return f"; {length_words(change)}"
     if change.noise is not None:
-        return f"; noise here is {change.tolerance / SCATTER:.0e}, which would explain {change.tolerance:.1e}"
+        return f"; noise here is {change.tolerance / MODEL.scatter:.0e}, which would explain {change.tolerance:.1e}"
     return f"; rounding would explain {change.tolerance:.1e}"
 
 

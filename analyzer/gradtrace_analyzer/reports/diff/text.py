@@ -9,7 +9,7 @@ from typing import Any
 from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.difference import LENGTHS, Change
 from gradtrace_analyzer.diff.origin import Origin
-from gradtrace_analyzer.diff.tolerances.noise import SCATTER
+from gradtrace_analyzer.numerics.model import MODEL
 from gradtrace_analyzer.numerics.tolerance import STANDARD_ERROR
 from gradtrace_analyzer.reports.diff.cover import (
     caveats,
@@ -162,7 +162,7 @@ def _tolerance_here(answer: Answer) -> str:
 
 def _explained(change: Change, answer: Answer) -> str:
     if change.noise is not None and answer.noise is not None:
-        measured = change.tolerance / SCATTER
+        measured = change.tolerance / MODEL.scatter
         return f"noise here is {measured:.0e}, measured from {', '.join(answer.noise.names)}"
     if not change.tolerance:
         return "rounding explains nothing"
