@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -83,14 +83,15 @@ def compare(
     repeats: Sequence[Run] = (),
     scale: float = 1.0,
     aligned: StepAlignment | None = None,
+    without: Collection[str] = (),
 ) -> Answer:
     """The answer of `analyzer diff`. With `exact` any changed bit is a difference.
 
     `renames` take names of the baseline to those of the candidate. Raises BadRename for one that does not fit.
     Only what is `chosen` is compared. `with_chain`, the answer holds the rows around the first origin. `repeats` are
     further runs of the baseline, from which noise is measured. `precision` is that of matrix products on one side
-    where no record tells it; `scale` multiplies the tolerances. `aligned`, the candidate's steps are numbered as that
-    says.
+    where no record tells it; `scale` multiplies the tolerances, and it does `without` these allowances (`Judgement`).
+    `aligned`, the candidate's steps are numbered as that says.
     """
     if aligned is not None:
         candidate = candidate.shifted(aligned.offset)
@@ -111,6 +112,7 @@ def compare(
             exact=exact,
             scale=scale,
             is_step_alone=wanted.step is not None,
+            without=without,
         )
         try:
             return _compared(
