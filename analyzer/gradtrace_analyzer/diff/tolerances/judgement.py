@@ -21,6 +21,7 @@ from gradtrace_analyzer.diff.code.legal_changes import (
     set_aside,
 )
 from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable
+from gradtrace_analyzer.diff.pairing.pairs import opened_places, within
 from gradtrace_analyzer.diff.tolerances.allowances import expression
 from gradtrace_analyzer.diff.tolerances.amplification import (
     write_arriving,
@@ -99,7 +100,7 @@ class Judgement:
         self.scaled = divide_out_loss_scales(self._connection)
         derived(HERE, "shapes").make(self._connection, first_step=self._first_step)
         derived(HERE, "seen_noise").make(self._connection)
-        derived(HERE, "growth").make(self._connection)
+        derived(HERE, "growth").make(self._connection, here=within(opened_places(self._connection)))
         self._write_rounding()
         write_arriving(self._connection)
         write_kinks(self._connection)
