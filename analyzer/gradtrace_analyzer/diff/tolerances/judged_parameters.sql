@@ -13,7 +13,9 @@
 -- reads: kept_parameters, gradient_errors, update_sizes, shapes, handed_on, growth, common
 WITH known AS (
     SELECT d.*,
-        greatest(0, d.writes_error * greatest(d.writes_b_norm, d.writes_c_norm) - {carried}) AS added,
+        -- Where counts of NaN differ there is no error: `greatest` alone would make 0 of it.
+        CASE WHEN d.writes_error IS NOT NULL
+            THEN greatest(0, d.writes_error * greatest(d.writes_b_norm, d.writes_c_norm) - {carried}) END AS added,
         greatest(roundoff(d.writes_b_dtype), roundoff(d.writes_c_dtype)) AS unit,
         greatest(d.writes_b_norm, d.writes_c_norm) AS norm,
         coalesce(u.size, 0) AS update_norm,

@@ -208,3 +208,13 @@ def test_optimizers_are_plain_where_all_pass_a_gradient_on_in_proportion(
 ) -> None:
     groups: Rows = {"optimizer_groups": [optimizer(name)[1] for name in names]}
     assert is_plain(views(groups)) is plain
+
+
+def test_parameter_that_is_not_finite_after_the_optimizer_on_one_side_is_beyond_any_tolerance() -> (
+    None
+):
+    table, a, b = parameter("after", 0.0, at=UPDATE)
+    spoilt = (table, a, b | {"nan_count": 1, "fingerprint": 9})
+    pairs = [optimizer("SGD"), parameter("before", 0.0), spoilt]
+    [(_, *found)] = judged(pairs, "parameters", "key_point = 'after'")
+    assert found == [True, True]
