@@ -6,7 +6,7 @@ Each stage is a frozen value that the next one is made of; none is handed on bef
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.answering import answer_of
@@ -35,11 +35,12 @@ def compare(
     repeats: Sequence[Run] = (),
     scale: float = 1.0,
     aligned: StepAlignment | None = None,
+    without: Collection[str] = (),
 ) -> Answer:
     """The answer of `analyzer diff`. With `exact` any changed bit is a difference.
 
-    `renames` take names of the baseline to those of the candidate. Raises BadRename for one that does not fit.
-    What else can be asked for is told at `Question`.
+    `renames` take names of the baseline to those of the candidate. Raises BadRename for one that does not fit. What
+    else can be asked for is told at `Question`. Tolerances do `without` these allowances (`Judgement`).
     """
     if aligned is not None:
         candidate = candidate.shifted(aligned.offset)
@@ -57,6 +58,7 @@ def compare(
             exact=exact,
             scale=scale,
             is_step_alone=question.chosen.step is not None,
+            without=without,
         )
         with contextlib.closing(judgement):
             judgement.pair_repeats(is_arranged=scope.stages is not None, new_names=scope.new_names)

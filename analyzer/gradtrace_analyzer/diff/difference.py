@@ -54,7 +54,8 @@ class Change:
 class Difference:
     """A pair of rows that differ, or a row that one side alone has (`only_in`).
 
-    `order` is the place in the rank's step, in program order; `exceeds`, whether it is more than rounding.
+    `order` is the place in the rank's step, in program order; `exceeds`, whether it is more than rounding: the column
+    `beyond`. (The column `exceeds`, whether a verdict may rest on it, is asked of tables alone.)
     `event_indices` are the rows' numbers on both sides, where they are Nodes.
     """
 

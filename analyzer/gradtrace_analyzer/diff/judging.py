@@ -116,7 +116,7 @@ def _judged(
         (table.table, rank, step): count
         for table in LINK_TABLES
         for rank, step, count in connection.execute(
-            f"SELECT rank, step, count(*) FROM differing_{table.table} "
+            f"SELECT rank, step, count(*) FROM paired_{table.table} "
             f"WHERE only_in = 'baseline' AND {chosen.condition(table, 'key_')} GROUP BY rank, step"
         ).fetchall()
     }

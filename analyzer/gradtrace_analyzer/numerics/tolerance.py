@@ -31,8 +31,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# Fails about once in a hundred times for one number; a norm over many numbers concentrates far closer.
-CONFIDENCE = 3.0
+from gradtrace_analyzer.numerics.formulas import share_in_proportion, share_of_signs
+from gradtrace_analyzer.numerics.model import MODEL
+from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
 
 # Unit roundoff: half of the distance from 1 to the next number.
 ROUNDOFF = {
@@ -65,36 +66,14 @@ PRECISIONS = {
 # The relative standard error of |sketch(a) - sketch(b)| as an estimate of |a - b|, by lanes: sqrt(1 / (2 lanes)).
 STANDARD_ERROR = {4: 0.37, 16: 0.18}
 
-# How many tolerances an estimate must reach before a verdict rests on it: with 4 lanes a quarter to four times is no
-# evidence either way, with 16 lanes 1.5 is over two standard errors.
-DECISIVE = {4: 4.0, 16: 1.5}
-
-# The same where the norm and the sum of a whole are all that there is to estimate from.
-DECISIVE_OF_SUMS = 3.0
+# How many tolerances an estimate must reach before a verdict rests on it, by its sketch's lanes.
+DECISIVE = {
+    NODE_SKETCH_LANES: MODEL.decisive_of_nodes,
+    SKETCH_LANES: MODEL.decisive_of_sketches,
+}
 
 # Lanes of a sketch are float32: the distance from 1 to the next number there.
 LANE_EPSILON = 2 * ROUNDOFF["float32"]
-
-# Two ways to add up one tensor's norm differ by at most this share of it.
-AS_ADDED_UP = 1e-6
-
-# A norm of fewer numbers says little of what lengthens them.
-FEWEST_NUMBERS = 64
-
-# By how much a relative change of the weights, or of the forward, may show in one link more than in another.
-GROWTH = 4.0
-
-# How many times the noise that is seen in a step's forward its backward pass may show.
-SEEN = 8.0
-
-# A gradient this much smaller than its step's largest may be what is left of a cancellation.
-NOISE_FLOOR = 1e-3
-
-# What is rounded once to another dtype differs by no more than so many units of roundoff.
-ROUNDED_ONCE = 1.01
-
-# A running statistic averages what may cancel: by how much wider its tolerance is than an output's.
-WIDER_STATISTICS = 64.0
 
 # What a law of one run allows for a few operations in a row, in units of a dtype's last place.
 LAW_ULPS = 16
@@ -132,11 +111,11 @@ class Rule:
 
     def forward(self) -> float:
         """The relative error that a module's output may have where the step's parameters are equal."""
-        return CONFIDENCE * self._of_a_layer() * math.sqrt(max(1, self.layers))
+        return MODEL.confidence * self._of_a_layer() * math.sqrt(max(1, self.layers))
 
     def backward(self) -> float:
         """The same for a gradient, with the whole forward in front of it."""
-        return CONFIDENCE * self._of_a_layer() * math.sqrt(2 * max(1, self.layers))
+        return MODEL.confidence * self._of_a_layer() * math.sqrt(2 * max(1, self.layers))
 
     def norm(self) -> float:
         """By how much a norm may change at one link beyond what it changed before it.
@@ -145,12 +124,12 @@ class Rule:
         sees r / sqrt(n) + r^2 / 2. Errors of one layer are of few independent parts where the batch is small, so
         that no more than a third is taken for granted.
         """
-        r = CONFIDENCE * self._of_a_layer()
-        return r / 3 + r * r / 2
+        r = MODEL.confidence * self._of_a_layer()
+        return r / MODEL.norm_parts + r * r / 2
 
     def layer(self) -> float:
         """The relative error that one layer alone may add to what it receives."""
-        return CONFIDENCE * self._of_a_layer()
+        return MODEL.confidence * self._of_a_layer()
 
     def _of_a_layer(self) -> float:
         accumulated = 0.0 if self.unit < 2.0**-40 else ROUNDOFF["float32"]
@@ -162,31 +141,6 @@ class Rule:
         layers = f"{self.layers} layer{'s' * (self.layers != 1)}"
         sums = f"sums of up to {self.summands:,} terms, " if self.summands > 1 else ""
         return f"{self.arithmetic}, {sums}{layers}"
-
-
-# What of an update may be new without a cause; and more than any update differs from another of its size: twice its
-# norm, with the estimate's error.
-UPDATED, UNJUDGED = 1e-3, 2.5
-
-# How many units of roundoff of a parameter its update may add, however small that is.
-UPDATE_ROUNDINGS = 8.0
-
-# By how much an error may grow from a gradient to what plain SGD makes of it.
-PASSED_ON = 4.0
-
-# A whole step of an adaptive optimizer hangs on the sign of a gradient: of a relative error r, about 1.6 r of the
-# squared update turns around (the share of normal numbers below r, times four).
-TURNED = 1.6
-
-# How many times the step that so turns around by expectation is allowed to.
-TURNED_TIMES = 6
-
-
-def share_of_update(error: npt.NDArray[np.float64], *, is_plain: bool) -> npt.NDArray[np.float64]:
-    """What share of an update an error of the gradient explains; `is_plain` for optimizers such as SGD."""
-    if is_plain:
-        return UPDATED + PASSED_ON * error
-    return np.asarray(UPDATED + TURNED_TIMES * np.sqrt(TURNED * error))
 
 
 @dataclass(frozen=True)
@@ -217,13 +171,8 @@ class LowerBound:
 
     def of_update(self, gradient_errors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """The shares of updates that these errors of gradients explain at least, of parameters of any shape."""
-        return np.asarray(
-            np.where(
-                gradient_errors > 0,
-                np.minimum(UNJUDGED, share_of_update(gradient_errors, is_plain=self.is_plain)),
-                UPDATED,
-            )
-        )
+        share = share_in_proportion if self.is_plain else share_of_signs
+        return np.asarray(np.where(gradient_errors > 0, share(gradient_errors), MODEL.updated))
 
     def _rule(self, unit: float) -> Rule:
         return Rule(unit, "", self.summands, self.layers)

@@ -21,6 +21,7 @@ import duckdb
 import pyarrow as pa
 
 from gradtrace_analyzer.errors import Unreadable
+from gradtrace_analyzer.numerics.formulas import macro_bodies
 from gradtrace_analyzer.numerics.tolerance import roundoff_sql
 from gradtrace_analyzer.runs.parts import Part
 from gradtrace_analyzer.runs.run import RankInfo, Run, Stretch
@@ -136,7 +137,7 @@ def _opened(memory_limit: str | None) -> duckdb.DuckDBPyConnection:
 def macros() -> str:
     """The statements that make the macros of `macros.sql`, which are there on every connection."""
     text = Path(__file__).with_name("macros.sql").read_text(encoding="utf-8")
-    return text.format(roundoff=roundoff_sql("dtype"))
+    return text.format(roundoff=roundoff_sql("dtype"), **macro_bodies())
 
 
 def usable_cores() -> int:

@@ -1,56 +1,49 @@
-"""The numbers of a tolerance stand in numerics/tolerance.py alone: no other module, and no SQL in one, has a copy."""
+"""The numbers of a tolerance stand in numerics/model.py alone: no other module, and no SQL, has a copy."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
 
 import gradtrace_analyzer
-from gradtrace_analyzer.numerics import tolerance
+from gradtrace_analyzer.numerics.model import MEASURED, MODEL, REASONED, SOURCE
 
 ROOT = Path(gradtrace_analyzer.__file__).parent
-OWNER = "numerics/tolerance.py"
 TREES = {
     str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
     for path in sorted(ROOT.rglob("*.py"))
 }
+TEXTS = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in sorted((ROOT / "diff").rglob("*.sql"))
+}
 
 # Numbers that only the tolerance has, wherever the two runs' values are judged.
 TOLD_BY_VALUE = (
-    "FEWEST_NUMBERS",
-    "ROUNDED_ONCE",
-    "SEEN",
-    "TURNED",
-    "UNJUDGED",
-    "WIDER_STATISTICS",
-    "AS_ADDED_UP",
-    "FINEST",
+    "fewest_numbers",
+    "rounded_once",
+    "turned",
+    "unjudged",
+    "as_added_up",
+    "of_terms",
+    "flipped",
+    "least_factor",
 )
 JUDGES = (
     "diff/divided/part_sums.py",
     "diff/divided/whole_values.py",
     "diff/pairing/lower_bound.py",
     "diff/pairing/pairs.py",
-    "diff/tolerances/amplification.py",
-    "diff/tolerances/judgement.py",
-    "diff/tolerances/lengths.py",
-    "diff/tolerances/noise.py",
-    "diff/tolerances/updates.py",
+    *(path for path in TREES if path.startswith("diff/tolerances/")),
 )
 
 
-def defined(tree: ast.Module) -> Iterator[str]:
-    """The names of a module's own constants, without the underscore of a private one."""
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        for target in targets:
-            for name in target.elts if isinstance(target, ast.Tuple) else [target]:
-                if isinstance(name, ast.Name) and name.id.isupper():
-                    yield name.id.lstrip("_")
+_NUMBER = r"(?<![\w.$])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.])"
 
 
 def numbers(tree: ast.Module) -> Iterator[float]:
@@ -70,27 +63,32 @@ def numbers(tree: ast.Module) -> Iterator[float]:
             yield base**exponent
         elif isinstance(node, ast.Constant) and id(node) not in documented:
             if isinstance(node.value, str):
-                yield from map(
-                    float, re.findall(r"(?<![\w.$])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.])", node.value)
-                )
+                yield from map(float, re.findall(_NUMBER, node.value))
             elif isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
                 yield float(node.value)
 
 
-def test_no_other_module_has_a_constant_of_that_name() -> None:
-    owned = set(defined(TREES[OWNER]))
-    assert {"GROWTH", "SEEN", "NOISE_FLOOR", "DECISIVE", "UPDATED", "UNJUDGED"} < owned
-    copies = [
-        (path, name)
-        for path, tree in TREES.items()
-        if path != OWNER
-        for name in defined(tree)
-        if name in owned
-    ]
-    assert copies == []
+def owned() -> dict[float, str]:
+    return {float(getattr(MODEL, name)): name for name in TOLD_BY_VALUE}
 
 
 @pytest.mark.parametrize("path", JUDGES)
 def test_no_judge_writes_a_number_of_the_tolerance(path: str) -> None:
-    owned = {getattr(tolerance, name): name for name in TOLD_BY_VALUE}
-    assert [owned[n] for n in numbers(TREES[path]) if n in owned] == []
+    assert [owned()[n] for n in numbers(TREES[path]) if n in owned()] == []
+
+
+@pytest.mark.parametrize("path", TEXTS)
+def test_no_file_of_sql_writes_a_number_of_the_tolerance(path: str) -> None:
+    sql = "\n".join(line for line in TEXTS[path].splitlines() if not line.startswith("--"))
+    found = map(float, re.findall(_NUMBER, sql))
+    assert [owned()[n] for n in found if n in owned()] == []
+
+
+def test_each_number_says_on_what_it_stands() -> None:
+    for name, (value, kind, why) in MODEL.grounds().items():
+        assert value > 0 and kind in (SOURCE, MEASURED, REASONED) and len(why) > 20, name
+
+
+def test_model_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        MODEL.growth = 8.0  # type: ignore[misc]

@@ -136,9 +136,7 @@ class Laboratory:
                 scale=scale,
             )
         )
-        first = answer["first_divergence"]
-        placed = None if first is None else _placed(case, first)
-        return Outcome(case, answer["verdict"], placed, answer["explanation"])
+        return outcome_of(case, answer)
 
     def _keep_pair(self, case: Case, baseline: Path, candidate: Path) -> None:
         precision = DECLARED.get(case.change)
@@ -166,6 +164,13 @@ class Laboratory:
                 steps=case.steps,
                 seed=self.seed,
             )
+
+
+def outcome_of(case: Case, answer: dict[str, Any]) -> Outcome:
+    """What an answer, as the JSON of `diff`, says of a case."""
+    first = answer["first_divergence"]
+    placed = None if first is None else _placed(case, first)
+    return Outcome(case, answer["verdict"], placed, answer["explanation"])
 
 
 def _placed(case: Case, first: dict[str, Any]) -> str:

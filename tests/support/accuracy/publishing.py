@@ -87,7 +87,7 @@ declared (`--precision fp8`), since no dtype tells it.
 - **at the Node**: step, module and Node are those of the fault. **In the module**: step right, and the module, one
   inside it or the one around it. **Elsewhere**: a difference was reported, of another place or step.
 - A sound run is a false alarm when the verdict is `different`.
-- Tolerances follow from dtype, sums, depth and the noise that a step shows (see the docstring of `tolerance.py`); no
+- Tolerances follow from dtype, sums, depth and the noise that a step shows (`tolerance.py`; numbers: `model.py`); no
   `--noise` run was given. With one they are narrower.
 - The constants of the rule were chosen with other seeds, which draw the models' weights, the data, and the faults'
   places; {unseen} were never used for it. (When they were measured first, the translator gave false

@@ -22,7 +22,14 @@ from gradtrace_analyzer.diff.links import LINK_TABLES, TABLE_NAMES
 from gradtrace_analyzer.diff.names.likely_renames import Naming
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.origins.step_reader import StepReader
-from gradtrace_analyzer.diff.pairing.pairs import differing, opened, opened_places, seen
+from gradtrace_analyzer.diff.pairing.pairs import (
+    differing,
+    kept,
+    leave_unjudged,
+    opened,
+    opened_places,
+    seen,
+)
 from gradtrace_analyzer.diff.pairing.run_pair import RunPair
 from gradtrace_analyzer.diff.scope.cover import Cover
 from gradtrace_analyzer.diff.scope.question import Question
@@ -274,7 +281,7 @@ def paired(
     only: Collection[tuple[int, int]] | None = None,
     is_alike: bool = True,
 ) -> duckdb.DuckDBPyConnection:
-    """The same, with the tables of differences of the steps that are open."""
+    """The same, with the tables of pairs of the steps that are open, and of differences, which nobody has judged."""
     connection = started(baseline, candidate, only=only)
     places = opened_places(connection)
     connection.execute(_empty_differences())
@@ -282,19 +289,20 @@ def paired(
     for table in LINK_TABLES:
         if table.table in held:  # the others are as empty as they are: that saves most of the time
             connection.execute(differing(table, "", places, is_alike=is_alike))
+    leave_unjudged(connection)
     return connection
 
 
 @cache
 def _empty_differences() -> str:
-    """The statements that make every table of differences, without rows."""
+    """The statements that make every table of pairs, without rows."""
     made = []
     with contextlib.closing(started({})) as connection:
         for table in LINK_TABLES:
             connection.execute(differing(table, "", []))
-            types = connection.execute(f"DESCRIBE differing_{table.table}").fetchall()
+            types = connection.execute(f"DESCRIBE paired_{table.table}").fetchall()
             columns = ", ".join(f"{name} {type}" for name, type, *_ in types)
-            made.append(f"CREATE TEMP TABLE differing_{table.table} ({columns})")
+            made += [f"CREATE TEMP TABLE paired_{table.table} ({columns})", kept(table)]
     return "; ".join(made)
 
 

@@ -10,7 +10,7 @@ from gradtrace_analyzer.check.evidence import Evidence, Replica, Rows
 from gradtrace_analyzer.check.law import Findings, Violation, law, not_judged, outcome
 from gradtrace_analyzer.check.laws.reductions import deviating_ranks
 from gradtrace_analyzer.numerics.hook_promises import hook_phrase
-from gradtrace_analyzer.numerics.tolerance import AS_ADDED_UP
+from gradtrace_analyzer.numerics.model import MODEL
 from gradtrace_analyzer.words.nouns import bucket_phrase, listed
 from gradtrace_analyzer.words.numbers import also_in, counted, possessive, ranks_phrase
 
@@ -23,9 +23,9 @@ def unequal(full: bool, prefix: str = "") -> str:
     NaN have many bit patterns: tensors that all hold some are not compared.
     """
     by_norms = (
-        f"max({prefix}norm) - min({prefix}norm) > {AS_ADDED_UP} * max({prefix}norm) "
+        f"max({prefix}norm) - min({prefix}norm) > {MODEL.as_added_up} * max({prefix}norm) "
         f"OR max({prefix}sum) - min({prefix}sum) > "
-        f"{AS_ADDED_UP} * max({prefix}norm) * sqrt(max({prefix}numel)) "
+        f"{MODEL.as_added_up} * max({prefix}norm) * sqrt(max({prefix}numel)) "
         f"OR count(DISTINCT {prefix}inf_count) > 1 OR count(DISTINCT {prefix}nan_count) > 1"
     )
     apart = f"count(DISTINCT {prefix}fingerprint) > 1" if full else by_norms

@@ -78,7 +78,7 @@ def divide_out_loss_scales(connection: duckdb.DuckDBPyConnection) -> list[LossSc
     back. So the losses must differ by a power of two from the first step on, where the parameters are still the same;
     or exactly; or after a step that a scaler is known to have skipped.
     """
-    if not _any(connection, "differing_backward_passes"):
+    if not _any(connection, "paired_backward_passes"):
         return []
     # A step that a scaler skips has none, where others have.
     if not all(_any(connection, f"{side}.gradients WHERE point = 'final'") for side in SIDES):
@@ -87,7 +87,7 @@ def divide_out_loss_scales(connection: duckdb.DuckDBPyConnection) -> list[LossSc
     finite = "(coalesce(writes_c_nan_count, 0) + coalesce(writes_c_inf_count, 0) = 0)"
     connection.execute(
         "CREATE OR REPLACE TEMP TABLE scaling AS WITH losses AS ("
-        "SELECT rank, step, list(value_c_loss / nullif(value_b_loss, 0)) AS ratios FROM differing_backward_passes "
+        "SELECT rank, step, list(value_c_loss / nullif(value_b_loss, 0)) AS ratios FROM paired_backward_passes "
         "WHERE only_in IS NULL AND key_kind = 'backward' GROUP BY ALL), "
         "rounded AS (SELECT *, CASE WHEN list_min(ratios) > 0 THEN 2.0 ** round(log2(list_median(ratios))) END "
         "AS factor FROM losses), "
@@ -98,7 +98,7 @@ def divide_out_loss_scales(connection: duckdb.DuckDBPyConnection) -> list[LossSc
         f"points AS (SELECT rank, step, median({ratio}) FILTER (key_point = 'local' AND {finite}) AS local, "
         f"coalesce(bool_or(key_point = 'local' AND NOT {finite}), false) AS is_spoilt, "
         f"coalesce(median({ratio}) FILTER (key_point = 'final'), 1) AS final "
-        "FROM differing_gradients WHERE only_in IS NULL GROUP BY ALL) "
+        "FROM paired_gradients WHERE only_in IS NULL GROUP BY ALL) "
         "SELECT rank, step, factor FROM powers JOIN points USING (rank, step) "
         "LEFT JOIN from_first USING (rank) LEFT JOIN after_skip USING (rank) "
         f"WHERE (is_scaled OR skipped <= step OR (is_exact AND abs(local / factor - 1) < {_EXACTLY})) "
@@ -116,19 +116,19 @@ def divide_out_loss_scales(connection: duckdb.DuckDBPyConnection) -> list[LossSc
             c = f"{role}_c_"
             divided = ", ".join(f"{c}{s} = d.{c}{s} / f.factor" for s in ("norm", "abs_max", "sum"))
             connection.execute(
-                f"UPDATE differing_{table} d SET {divided}, {c}sketch = "
+                f"UPDATE paired_{table} d SET {divided}, {c}sketch = "
                 f"[(x / f.factor)::FLOAT FOR x IN d.{c}sketch] FROM scaling f "
                 f"WHERE f.rank = d.rank AND f.step = d.step{points}"
             )
             connection.execute(
-                f"UPDATE differing_{table} d SET {role}_error = {relative_error_sql(f'd.{role}_b_', f'd.{c}')} "
+                f"UPDATE paired_{table} d SET {role}_error = {relative_error_sql(f'd.{role}_b_', f'd.{c}')} "
                 "FROM scaling f WHERE f.rank = d.rank "
                 f"AND f.step = d.step AND d.{role}_error IS NOT NULL{points}"
             )
         errors = ", ".join(f"CASE WHEN {role}_differs THEN {role}_error END" for role in roles)
-        connection.execute(f"UPDATE differing_{table} SET error = greatest({errors}, NULL)")
+        connection.execute(f"UPDATE paired_{table} SET error = greatest({errors}, NULL)")
     connection.execute(
-        "UPDATE differing_backward_passes d SET value_c_loss = d.value_c_loss / f.factor, "
+        "UPDATE paired_backward_passes d SET value_c_loss = d.value_c_loss / f.factor, "
         "error = abs(d.value_c_loss / f.factor - d.value_b_loss) / greatest(abs(d.value_b_loss), 1e-300) "
         "FROM scaling f WHERE f.rank = d.rank AND f.step = d.step"
     )

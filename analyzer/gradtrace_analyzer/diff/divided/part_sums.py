@@ -26,18 +26,8 @@ from gradtrace_analyzer.diff.divided.whole_values import (
     change_of_sums,
     whole_value,
 )
-from gradtrace_analyzer.numerics.tolerance import (
-    DECISIVE_OF_SUMS,
-    GROWTH,
-    SEEN,
-    TURNED,
-    TURNED_TIMES,
-    UNJUDGED,
-    UPDATE_ROUNDINGS,
-    UPDATED,
-    Rule,
-    roundoff,
-)
+from gradtrace_analyzer.numerics.model import MODEL
+from gradtrace_analyzer.numerics.tolerance import Rule, roundoff
 from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_analyzer.words.numbers import counts_phrase
 
@@ -128,14 +118,14 @@ class PartSumComparison:
             (c.error or 0.0 for _, c, is_flat in before if not is_flat), default=0.0
         ) + 0.1 * max((c.error or 0.0 for _, c, is_flat in before if is_flat), default=0.0)
         forward = self._scale * (
-            self._rule.forward() + GROWTH * ((1 + growth) ** self._rule.layers - 1)
+            self._rule.forward() + MODEL.growth * ((1 + growth) ** self._rule.layers - 1)
         )
         calls = list(self._calls(step, forward))
         errors = sorted(d.writes.error for d in calls if d.writes is not None and d.writes.error)
         grown = errors[len(errors) // 2] if errors else 0.0
-        backward = self._scale * (self._rule.backward() + GROWTH * grown)
+        backward = self._scale * (self._rule.backward() + MODEL.growth * grown)
         if grown:
-            backward = min(backward, self._scale * (self._rule.layer() + SEEN * grown))
+            backward = min(backward, self._scale * (self._rule.layer() + MODEL.seen * grown))
         found = calls + list(self._loss(step, factor, forward))
         # A mean over a part's rows: each row's gradient is as many times larger as there are parts.
         rows_factor = factor * self._times_as_many
@@ -327,8 +317,12 @@ class PartSumComparison:
             update = math.dist(a, b)
             norm = change.baseline["norm"]
             added = max(0.0, (change.error or 0.0) - (old.error or 0.0)) * norm
-            share = min(UNJUDGED, UPDATED + TURNED_TIMES * math.sqrt(TURNED * g))
-            allowed = update * share + UPDATE_ROUNDINGS * roundoff(change.baseline["dtype"]) * norm
+            share = min(
+                MODEL.unjudged, MODEL.updated + MODEL.turned_times * math.sqrt(MODEL.turned * g)
+            )
+            allowed = (
+                update * share + MODEL.update_roundings * roundoff(change.baseline["dtype"]) * norm
+            )
             found.append(
                 _named_difference(
                     "parameters",
@@ -338,7 +332,7 @@ class PartSumComparison:
                     change,
                     self._scale * allowed / norm if norm else 0.0,
                     0.0,
-                    apart=added > self._scale * DECISIVE_OF_SUMS * allowed,
+                    apart=added > self._scale * MODEL.decisive_of_sums * allowed,
                 )
             )
         return found
@@ -386,4 +380,4 @@ def _named_difference(
 def _is_decisive(change: Change) -> bool:
     if not change.differs:
         return False
-    return change.error is None or change.error > DECISIVE_OF_SUMS * change.tolerance
+    return change.error is None or change.error > MODEL.decisive_of_sums * change.tolerance

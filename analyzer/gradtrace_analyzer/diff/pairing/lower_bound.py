@@ -1,6 +1,7 @@
 """What may exceed its tolerance, on arrays: held against the least that the rule can allow.
 
-`Judgement` allows no row less, whatever else its step shows. So a step that is not proposed here does not exceed; one
+`Judgement` allows no row less, whatever else its step shows: what both ask is written once (`numerics/formulas.py`),
+and here nothing is allowed but what every row is. So a step that is not proposed here does not exceed; one
 that is may not, which is seen once it is open.
 """
 
@@ -22,17 +23,15 @@ from gradtrace_analyzer.numerics.arrays import (
     sketches_of,
     values_of,
 )
-from gradtrace_analyzer.numerics.sketches import distances
-from gradtrace_analyzer.numerics.tolerance import (
-    DECISIVE,
-    FEWEST_NUMBERS,
-    NOISE_FLOOR,
-    ROUNDED_ONCE,
-    UPDATE_ROUNDINGS,
-    WIDER_STATISTICS,
-    LowerBound,
-    roundoff,
+from gradtrace_analyzer.numerics.formulas import (
+    gain,
+    rounded_once,
+    share_of_floor,
+    update_allowed,
 )
+from gradtrace_analyzer.numerics.model import MODEL
+from gradtrace_analyzer.numerics.sketches import distances
+from gradtrace_analyzer.numerics.tolerance import DECISIVE, LowerBound, roundoff
 
 Flags = npt.NDArray[np.bool_]
 
@@ -81,7 +80,7 @@ def beyond_lower_bound(
     if table.table == "inputs":
         [one] = judged
         a, b = (_units(side) for side in one.sides)
-        once = np.where(a != b, ROUNDED_ONCE * np.maximum(a, b), 0.0)
+        once = np.where(a != b, rounded_once(a, b), 0.0)
         return np.asarray(one.apart & ~(one.error <= once))
     if table.table == "node_events":
         _note_arriving(rows[0], judged, starts, upstream.arriving)
@@ -128,9 +127,9 @@ def _lengthened(
     reads = [values_of(side, f"{table.sides[0][1]}norm")[0] for side in rows]
     a, b = one.sides
     with np.errstate(divide="ignore", invalid="ignore"):
-        gain = np.abs(b.norm / a.norm / (reads[1] / reads[0]) - 1)
-    many = (a.numel >= FEWEST_NUMBERS) & (a.numel == b.numel)
-    return np.asarray(one.apart & many & np.isfinite(gain) & (gain * share > allowed))
+        lengthens = np.abs(gain(reads[0], reads[1], a.norm, b.norm))
+    many = (a.numel >= MODEL.fewest_numbers) & (a.numel == b.numel)
+    return np.asarray(one.apart & many & np.isfinite(lengthens) & (lengthens * share > allowed))
 
 
 def _note_arriving(
@@ -194,9 +193,9 @@ def _share(
         return np.ones(len(rows))
     steps = numbers_of(rows, "step")[starts].tolist()
     lengths = np.diff(np.r_[starts, len(rows)])
-    floors = np.repeat([NOISE_FLOOR * arriving.get(step, 0.0) for step in steps], lengths)
+    floors = np.repeat([MODEL.noise_floor * arriving.get(step, 0.0) for step in steps], lengths)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(floors > 0, np.minimum(1.0, one.larger / floors), 1.0)
+        return np.asarray(np.where(floors > 0, share_of_floor(one.larger, floors), 1.0))
 
 
 def _share_of_update(rows: pa.Table, lower_bound: LowerBound, upstream: Upstream) -> Array:
@@ -226,7 +225,7 @@ def _parameters(
     points, names = codes_of(rows, "point")
     is_after = points == (names.index("after") if "after" in names else -1)
     has_moved = np.isin(steps, np.fromiter(moved, np.int64, len(moved)))
-    far = one.error > WIDER_STATISTICS * _each(one, lower_bound.forward)
+    far = one.error > MODEL.wider_statistics * _each(one, lower_bound.forward)
     fqns, _ = codes_of(rows, "parameter_fqn")
     order = np.lexsort((is_after, fqns, numbers_of(rows, "root"), steps))
     places = np.empty(len(order), np.int64)
@@ -244,6 +243,6 @@ def _parameters(
         lanes, _ = sketches_of(side.rows, f"{side.prefix}sketch")
         update = np.maximum(update, np.where(paired, distances(lanes, lanes[before]), 0.0))
     share = _share_of_update(rows, lower_bound, upstream)
-    allowed = lower_bound.scale * (UPDATE_ROUNDINGS * units * one.larger + share * update)
+    allowed = lower_bound.scale * update_allowed(units, one.larger, share, update)
     after = is_after & ~(added <= allowed)
     return np.asarray(one.apart & (after | (~is_after & (has_moved | far))))

@@ -26,7 +26,7 @@ _GROUP = ("rank", "step", "microbatch", "backward_index", "root", "module_fqn", 
 _SHIFTED = f"""
 CREATE OR REPLACE TEMP TABLE shifted_call AS
 SELECT DISTINCT rank, step, {", ".join(f"key_{name} AS {name}" for name in _GROUP[2:])}
-FROM differing_node_events WHERE key_parameter_fqn IS NULL AND (
+FROM paired_node_events WHERE key_parameter_fqn IS NULL AND (
     (only_in IS NOT NULL AND key_occurrence > 0)
     OR (only_in IS NULL AND (reads_b_numel <> reads_c_numel OR writes_b_numel <> writes_c_numel)))
 """
@@ -46,7 +46,7 @@ class MadeNode:
 def realign(connection: duckdb.DuckDBPyConnection) -> bool:
     """Renumber the candidate's Nodes where the calls' Nodes are not the same. Whether any row was renumbered.
 
-    `differing_node_events` says where to look, and has to be made again afterwards.
+    `paired_node_events` says where to look, and has to be made again afterwards.
     """
     connection.execute(_SHIFTED)
     if connection.execute("SELECT 1 FROM shifted_call LIMIT 1").fetchone() is None:

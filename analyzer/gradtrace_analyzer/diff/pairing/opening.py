@@ -17,7 +17,7 @@ from gradtrace_analyzer.diff.scope.configuration import recorded_alike
 
 @dataclass(frozen=True)
 class Opened:
-    """Steps whose rows are paired: the tables `opened`, `step_start` and `differing_<table>` are of these `places`.
+    """Steps whose rows are paired: the tables `opened`, `step_start` and `paired_<table>` are of these `places`.
 
     `is_whole`, all steps that may differ are among them.
     """

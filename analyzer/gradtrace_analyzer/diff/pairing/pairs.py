@@ -1,19 +1,25 @@
 """The SQL that pairs the rows of two runs and keeps the pairs that differ.
 
-It runs on a connection with the schemas `baseline` and `candidate`. What it leaves are temporary tables:
-`seen`, `common`, `opened`, `step_start`, and one `differing_<table>` for each link table.
+It runs on a connection with the schemas `baseline` and `candidate`. What it leaves are temporary tables, each a .sql
+file here that says what it holds: `seen`, `common`, `step_start`, and one `paired_<table>` for each link table, which
+nobody writes to afterwards. `kept_<table>` is a view of what is not ignored (`ignored_rows`), with its row's number as
+`id`; the judgement makes `differing_<table>` of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import duckdb
 
 from gradtrace_analyzer.diff.links import LINK_TABLES, STATISTICS, LinkTable
+from gradtrace_analyzer.numerics.model import MODEL
 from gradtrace_analyzer.numerics.sketches import relative_error_sql
-from gradtrace_analyzer.numerics.tolerance import AS_ADDED_UP
+from gradtrace_analyzer.sql.derived import derived
 from gradtrace_analyzer.words.nouns import SIDES
+
+HERE = Path(__file__).parent
 
 # Tables that have rows of every step that anything was recorded of.
 _OF_EVERY_STEP = (
@@ -39,12 +45,7 @@ def seen(closed: Mapping[str, Sequence[int]], others: Mapping[str, Sequence[int]
         if ranks
     ]
     union = " UNION ".join(["SELECT '' AS side, 0 AS rank, 0 AS step WHERE false", *selects])
-    return f"""
-        CREATE TEMP TABLE seen AS {union};
-        CREATE TEMP TABLE common AS
-        SELECT rank, step FROM seen WHERE side = 'baseline'
-        INTERSECT SELECT rank, step FROM seen WHERE side = 'candidate';
-    """
+    return f"{derived(HERE, 'seen').create(rows=union)}; {derived(HERE, 'common').create()};"
 
 
 def opened(pairs: Collection[tuple[int, int]]) -> str:
@@ -54,11 +55,7 @@ def opened(pairs: Collection[tuple[int, int]]) -> str:
         for side in SIDES
         for table in _OF_EVERY_STEP
     )
-    return f"""
-        CREATE OR REPLACE TEMP TABLE step_start AS
-        SELECT side, rank, step, min(record_index) AS first
-        FROM ({selects}) SEMI JOIN opened USING (rank, step) GROUP BY ALL;
-    """
+    return f"{derived(HERE, 'step_start').create(rows=selects)};"
 
 
 def within(pairs: Collection[tuple[int, int]], of: str = "t") -> str:
@@ -109,70 +106,86 @@ def _numbers(numbers: Iterable[int]) -> str:
 def differing(
     table: LinkTable, unread: str, pairs: Collection[tuple[int, int]], *, is_alike: bool = True
 ) -> str:
-    """The statement that makes `differing_<table>`: pairs that differ, and rows without a partner.
+    """Statements that make `paired_<table>`, pairs that differ and rows without partner; and the view `kept_` of it.
 
     `unread` are the ranks to leave out, as a SQL list without brackets; `pairs` is what the table `opened` holds. Where
     both sides' norms and sums were not made alike (by one observer), the same tensor has them within 1e-6 of its norm.
     """
-    name = table.table
-    # A Node that was running when its rank was killed gave nothing yet that could differ.
-    whole = "t.outcome IS DISTINCT FROM 'running'" if name == "node_events" else table.only
-    key = ", ".join(table.key)
+    columns, counts, errors, differs = _columns(table, is_alike)
+    made = derived(HERE, "paired").create(
+        table=table.table,
+        baseline=_side(table, "baseline", unread, pairs),
+        candidate=_side(table, "candidate", unread, pairs),
+        columns=", ".join(columns),
+        counts=" OR ".join([*counts, "false"]),
+        errors=", ".join(errors) or "NULL",
+        same_key=" AND ".join(f"b.{k} IS NOT DISTINCT FROM c.{k}" for k in table.key),
+        differs=" OR ".join(differs),
+    )
+    # What was judged of the steps that were open before is not held beside these.
+    return f"DROP TABLE IF EXISTS differing_{table.table}; {made}; {kept(table)};"
 
-    def side(schema: str) -> str:
-        return (
-            f"SELECT t.*, s.first, row_number() OVER (PARTITION BY t.rank, t.step, {key} "
-            f"ORDER BY t.record_index) AS nth FROM {schema}.{name} t "
-            f"SEMI JOIN opened USING (rank, step) JOIN step_start s "
-            f"ON s.side = '{schema}' AND s.rank = t.rank AND s.step = t.step"
-            f" WHERE {within(pairs)} AND t.rank NOT IN ({unread or -1}) AND {whole}"
+
+def kept(table: LinkTable, ignored: Collection[str] = ()) -> str:
+    """The statement that makes the view `kept_<table>`: the pairs for which none of these conditions is true."""
+    where = " AND ".join(f"({condition}) IS NOT TRUE" for condition in ignored) or "true"
+    return (
+        f"CREATE OR REPLACE TEMP VIEW kept_{table.table} AS "
+        f"SELECT rowid AS id, * FROM paired_{table.table} d WHERE {where}"
+    )
+
+
+def leave_unjudged(connection: duckdb.DuckDBPyConnection) -> None:
+    """Make each `differing_<table>` of what is kept, where nobody judges it: what counts as it is exceeds."""
+    for table in LINK_TABLES:
+        connection.execute(
+            f"CREATE OR REPLACE TEMP TABLE differing_{table.table} AS "
+            f"SELECT * EXCLUDE (id), given AS exceeds FROM kept_{table.table}"
         )
 
-    on = " AND ".join(f"b.{k} IS NOT DISTINCT FROM c.{k}" for k in table.key)
-    columns = [
-        "coalesce(b.rank, c.rank) AS rank",
-        "coalesce(b.step, c.step) AS step",
-        "coalesce(b.record_index - b.first, c.record_index - c.first)::DOUBLE AS place",
-        "c.record_index - c.first AS place_c",
-        f"{_STEPS} AS steps_before",
-        "CASE WHEN b.rank IS NULL THEN 'candidate' WHEN c.rank IS NULL THEN 'baseline' END AS only_in",
-        *(f"coalesce(b.{k}, c.{k}) AS key_{k}" for k in table.key),
-        *(
-            ["b.event_index AS event_index_b, c.event_index AS event_index_c"]
-            * (name == "node_events")
-        ),
-        *(["coalesce(b.bucket_index, c.bucket_index) AS bucket_index"] * (name == "buckets")),
-    ]
-    differs, exceeds, errors = [], [], []
+
+def _side(table: LinkTable, schema: str, unread: str, pairs: Collection[tuple[int, int]]) -> str:
+    """The query of one side's rows, numbered among those of one key, in the order of the record."""
+    # A Node that was running when its rank was killed gave nothing yet that could differ.
+    is_node = table.table == "node_events"
+    whole = "t.outcome IS DISTINCT FROM 'running'" if is_node else table.only
+    return (
+        "SELECT t.*, s.first, row_number() OVER (PARTITION BY t.rank, t.step, "
+        f"{', '.join(table.key)} ORDER BY t.record_index) AS nth FROM {schema}.{table.table} t "
+        f"SEMI JOIN opened USING (rank, step) JOIN step_start s ON s.side = '{schema}' "
+        "AND s.rank = t.rank AND s.step = t.step "
+        f"WHERE {within(pairs)} AND t.rank NOT IN ({unread or -1}) AND {whole}"
+    )
+
+
+def _columns(table: LinkTable, is_alike: bool) -> tuple[list[str], list[str], list[str], list[str]]:
+    """(columns that the table's own links have, conditions under which a pair counts as it is, errors, conditions
+    under which it differs)."""
+    columns = [f"coalesce(b.{k}, c.{k}) AS key_{k}" for k in table.key]
+    if table.table == "node_events":
+        columns.append("b.event_index AS event_index_b, c.event_index AS event_index_c")
+    if table.table == "buckets":
+        columns.append("coalesce(b.bucket_index, c.bucket_index) AS bucket_index")
+    counts, errors, differs = [], [], []
     for role, p in table.sides:
+        is_apart, error = _summary_differs(p, is_alike), relative_error_sql(f"b.{p}", f"c.{p}")
         columns += [
-            f"{_summary_differs(p, is_alike)} AS {role}_differs",
-            f"{relative_error_sql(f'b.{p}', f'c.{p}')} AS {role}_error",
+            f"{is_apart} AS {role}_differs",
+            f"{error} AS {role}_error",
             *(f"b.{p}{s} AS {role}_b_{s}, c.{p}{s} AS {role}_c_{s}" for s in STATISTICS),
         ]
-        differs.append(_summary_differs(p, is_alike))
-        errors.append(
-            f"CASE WHEN {_summary_differs(p, is_alike)} THEN {relative_error_sql(f'b.{p}', f'c.{p}')} END"
-        )
+        differs.append(is_apart)
+        errors.append(f"CASE WHEN {is_apart} THEN {error} END")
     for value in table.values:
         columns.append(f"b.{value} AS value_b_{value}, c.{value} AS value_c_{value}")
         # A pass has no `ddp_sync` without DDP, and in runs of schema 1: that is no difference.
         unequal = "<>" if value == "ddp_sync" else "IS DISTINCT FROM"
         differs.append(f"coalesce(b.{value} {unequal} c.{value}, false)")
         if value != "loss":
-            exceeds.append(_counts(value, differs[-1]))
-    if name == "backward_passes":
+            counts.append(_counts(value, differs[-1]))
+    if table.table == "backward_passes":
         errors.append("abs(b.loss - c.loss) / greatest(abs(b.loss), abs(c.loss))")
-    columns += [
-        f"(b.rank IS NULL OR c.rank IS NULL OR {' OR '.join([*exceeds, 'false'])}) AS exceeds",
-        f"greatest({', '.join([*errors, 'NULL'])}) AS error",
-    ]
-    return (
-        f"CREATE OR REPLACE TEMP TABLE differing_{name} AS WITH b AS ({side('baseline')}), "
-        f"c AS ({side('candidate')}) SELECT {', '.join(columns)} FROM b FULL OUTER JOIN c "
-        f"ON b.rank = c.rank AND b.step = c.step AND b.nth = c.nth AND {on} "
-        f"WHERE b.rank IS NULL OR c.rank IS NULL OR {' OR '.join(differs)}"
-    )
+    return columns, counts, errors, differs
 
 
 def place_among(connection: duckdb.DuckDBPyConnection) -> None:
@@ -180,7 +193,7 @@ def place_among(connection: duckdb.DuckDBPyConnection) -> None:
 
     The places of a pair are the baseline's, and each row that one side alone has shifts all that follow it.
     """
-    tables = [f"differing_{table.table}" for table in LINK_TABLES]
+    tables = [f"paired_{table.table}" for table in LINK_TABLES]
     lone = " UNION ALL ".join(
         f"SELECT '{name}' AS of_table, rank, step, place_c FROM {name} WHERE only_in = 'candidate'"
         for name in tables
@@ -190,22 +203,13 @@ def place_among(connection: duckdb.DuckDBPyConnection) -> None:
     pairs = " UNION ALL ".join(
         f"SELECT rank, step, place, place_c FROM {name} WHERE only_in IS NULL" for name in tables
     )
-    connection.execute(
-        "CREATE OR REPLACE TEMP TABLE among AS SELECT of_table, rank, step, place_c, place - 1 + "
-        "row_number() OVER (PARTITION BY rank, step, place ORDER BY place_c) "
-        "/ (count(*) OVER (PARTITION BY rank, step, place) + 1) AS place "
-        f"FROM (SELECT l.*, p.place FROM ({lone}) l ASOF JOIN ({pairs}) p ON p.rank = l.rank AND p.step = l.step "
-        "AND l.place_c < p.place_c)"
-    )
+    derived(HERE, "among").make(connection, lone=lone, pairs=pairs)
     for name in tables:
         connection.execute(
             f"UPDATE {name} d SET place = a.place FROM among a WHERE a.of_table = '{name}' AND a.rank = d.rank "
             "AND a.step = d.step AND a.place_c = d.place_c AND d.only_in = 'candidate'"
         )
 
-
-# Steps that both runs made before this one: a run's numbering may begin anywhere.
-_STEPS = "(coalesce(b.step, c.step) - (SELECT min(step) FROM common))"
 
 # Ways to compute the same update: they round otherwise, and are no other setting.
 _SAME_UPDATE = r'"(fused|foreach|capturable|differentiable)": *(true|false|null),? *'
@@ -217,11 +221,6 @@ def _counts(value: str, differs: str) -> str:
         return differs
     sides = (f"regexp_replace({s}.hyperparameters, '{_SAME_UPDATE}', '', 'g')" for s in "bc")
     return " IS DISTINCT FROM ".join(sides)
-
-
-# What comes to `AS_ADDED_UP` for a sum, whose terms may cancel: float32's unit for what they are at most without signs,
-# sqrt(numel) times the norm.
-_OF_TERMS = 1.2e-7
 
 
 def _summary_differs(p: str, is_alike: bool) -> str:
@@ -239,9 +238,9 @@ def _apart(p: str, statistic: str, is_alike: bool) -> str:
     unequal = f"b.{p}{statistic} IS DISTINCT FROM c.{p}{statistic}"
     if is_alike or statistic not in ("norm", "sum"):
         return unequal
-    share = str(AS_ADDED_UP)
+    share = str(MODEL.as_added_up)
     if statistic == "sum":
-        share += f" + {_OF_TERMS} * sqrt(b.{p}numel)"
+        share += f" + {MODEL.of_terms} * sqrt(b.{p}numel)"
     distance = f"abs(b.{p}{statistic} - c.{p}{statistic})"
     near = f"{distance} <= ({share}) * greatest(b.{p}norm, c.{p}norm)"
     return f"({unequal} AND NOT coalesce({near}, false))"

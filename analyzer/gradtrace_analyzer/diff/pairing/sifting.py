@@ -171,10 +171,8 @@ def _values_apart(
             make = differing(table, index.unread_sql(table.table), own, is_alike=is_alike)
             connection.execute(make)
         # A loss is judged where its step is open: here by what it is allowed at least.
-        connection.execute(
-            "UPDATE differing_backward_passes SET exceeds = exceeds OR coalesce(abs(value_b_loss - value_c_loss) > "
-            f"greatest(abs(value_b_loss), abs(value_c_loss)) * {lower_bound.forward(lower_bound.unit)!r}, "
-            "value_b_loss IS DISTINCT FROM value_c_loss) OR isnan(value_b_loss) <> isnan(value_c_loss)"
-        )
-        found += [replace(t, is_judged=False) for t in tallied(connection, tables)]
+        least = f"{lower_bound.forward(lower_bound.unit)!r}::DOUBLE"
+        apart_by = {"backward_passes": f"losses_apart(value_b_loss, value_c_loss, {least})"}
+        counted = tallied(connection, tables, unjudged=apart_by)
+        found += [replace(t, is_judged=False) for t in counted]
     return found

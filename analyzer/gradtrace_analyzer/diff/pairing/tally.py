@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -16,9 +16,9 @@ from gradtrace_analyzer.numerics.arrays import Array
 
 # What steps are counted in, whose rows are too many to be kept: per rank, step and table a few numbers.
 _TALLY = (
-    "SELECT rank, {point} AS point, step, count(*), max(error), bool_or(exceeds), {nonfinite}, "
+    "SELECT rank, {point} AS point, step, count(*), max(error), bool_or({exceeds}), {nonfinite}, "
     "count(*) FILTER (only_in IS NULL AND error IS NULL), arg_min({where}, place) "
-    "FROM differing_{table} GROUP BY ALL ORDER BY rank, point, step"
+    "FROM {table} GROUP BY ALL ORDER BY rank, point, step"
 )
 
 _ARRAYS = ("steps", "rows", "errors", "exceeds", "nonfinite", "unmeasured", "places")
@@ -81,9 +81,13 @@ def joined(parts: Sequence[Tally]) -> Tally:
 
 
 def tallied(
-    connection: duckdb.DuckDBPyConnection, tables: Sequence[LinkTable] = LINK_TABLES
+    connection: duckdb.DuckDBPyConnection,
+    tables: Sequence[LinkTable] = LINK_TABLES,
+    *,
+    unjudged: Mapping[str, str] | None = None,
 ) -> list[Tally]:
-    """Those of the opened steps, from their `differing_` tables."""
+    """Those of the opened steps, from their `differing_` tables; with `unjudged` from those that are paired, of which a
+    row may exceed that counts as it is or fulfils that condition of its table."""
     found = []
     for table in tables:
         nonfinite = " OR ".join(
@@ -93,7 +97,10 @@ def tallied(
         )
         query = _TALLY.format(
             point="key_point" if "point" in table.key else "NULL",
-            table=table.table,
+            table=f"{'differing' if unjudged is None else 'paired'}_{table.table}",
+            exceeds="exceeds"
+            if unjudged is None
+            else f"given OR {unjudged.get(table.table, 'false')}",
             nonfinite=f"bool_or({nonfinite})" if nonfinite else "false",
             where=whereabouts_sql(table.table),
         )

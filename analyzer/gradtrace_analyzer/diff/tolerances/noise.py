@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import duckdb
 
@@ -17,19 +19,18 @@ from gradtrace_analyzer.diff.code.legal_changes import divide_out_loss_scales
 from gradtrace_analyzer.diff.divided.by_stage import arrange
 from gradtrace_analyzer.diff.links import LINK_TABLES, TABLE_NAMES, LinkTable
 from gradtrace_analyzer.diff.pairing.opening import open_again, open_steps
+from gradtrace_analyzer.diff.pairing.pairs import leave_unjudged
 from gradtrace_analyzer.diff.pairing.run_pair import RunPair
 from gradtrace_analyzer.diff.pairing.step_index import StepIndex, step_index
 from gradtrace_analyzer.errors import NoRepeat
 from gradtrace_analyzer.numerics.tolerance import DECISIVE
 from gradtrace_analyzer.runs.run import Run
+from gradtrace_analyzer.sql.derived import derived
 from gradtrace_analyzer.sql.footers import row_counts, table_counts
 from gradtrace_analyzer.sql.views import connect_pair
 from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
 
-# By how much one measurement of noise may lie below another: the ratio of two norms of random vectors with few
-# independent
-# parts, and the sketches' standard error on both sides.
-SCATTER = 4.0
+HERE = Path(__file__).parent
 
 # Columns by which a link's noise is told apart, besides the step: what the row is of, never when it ran.
 _PLACES = {
@@ -40,6 +41,9 @@ _PLACES = {
     "buckets": ("root", "module_fqn"),
     "backward_passes": ("kind",),
 }
+
+# The tables of which noise is measured.
+MEASURED = tuple(table for table in LINK_TABLES if table.table in _PLACES)
 
 
 @dataclass(frozen=True)
@@ -101,13 +105,12 @@ class RepeatRuns:
             index = step_index(pair, reading, ranks)
             if index.fits:
                 open_steps(pair, index, index.suspects)
+                _leave_as_it_is(pair)
             if not _shares_values(pair):
                 raise NoRepeat(
                     f"--noise {repeat.name} is no repeat of the baseline: hardly a value in it is of the same step, "
                     "rank and parameter or module, and of the same size"
                 )
-            if index.fits:
-                divide_out_loss_scales(pair)
         except BaseException:
             pair.close()
             raise
@@ -119,46 +122,77 @@ class RepeatRuns:
             pair.close()
 
     def measure(self, connection: duckdb.DuckDBPyConnection, scale: float = 1.0) -> Noise:
-        """Write what the repeats show over the rule's tolerances, in the tables of a judged comparison.
+        """Write what the repeats show into `known_noise` and `usual_noise` of a comparison, times the scale.
 
         The noise tables are small (a row per link, place and step). Of a repeat that is too large to be open as a
         whole those steps are, besides its first, that are open in the comparison.
         """
-        errors: list[float] = []
-        for name in _PLACES:
-            connection.execute(
-                f"CREATE OR REPLACE TEMP TABLE noise_{name} (place VARCHAR, kind VARCHAR, role VARCHAR, step BIGINT, "
-                "error DOUBLE)"
-            )
+        rows: list[tuple[Any, ...]] = []
         places = connection.execute("SELECT rank, step FROM opened").fetchall()
         for pair, index in self._pairs:
             if not index.fits:
                 open_again(pair, index, places)
-                divide_out_loss_scales(pair)
-            for table in LINK_TABLES:
-                if table.table not in _PLACES:
-                    continue
-                for role, column in _roles(table):
-                    place = _place(table.table, is_renamed=True)
-                    rows = pair.execute(
-                        f"SELECT {place}, {_kind(table.table)}, '{role}', step, max({column}) "
+                _leave_as_it_is(pair)
+            for table in MEASURED:
+                place = place_of(table, is_renamed=True)
+                for role, column in roles_of(table):
+                    rows += pair.execute(
+                        f"SELECT '{table.table}', {place}, {kind_of(table)}, '{role}', step, max({column}) "
                         f"FROM differing_{table.table} WHERE only_in IS NULL AND {column} > 0 GROUP BY ALL"
                     ).fetchall()
-                    errors += [row[4] for row in rows if table.table != "parameters"]
-                    if rows:
-                        connection.executemany(
-                            f"INSERT INTO noise_{table.table} VALUES (?, ?, ?, ?, ?)", rows
-                        )
-        for table in LINK_TABLES:
-            if table.table in _PLACES and errors:
-                _apply(connection, table, scale)
-        errors.sort()
+        columns = [list(column) for column in zip(*rows, strict=True)] or [[]] * 6
+        derived(HERE, "noise_seen").make(connection, columns)
+        for name in ("known_noise", "usual_noise"):
+            derived(HERE, name).make(connection, scale=scale)
+        errors = sorted(row[5] for row in rows if row[0] != "parameters")
         return Noise(
             self._names,
             errors[len(errors) // 2] if errors else 0.0,
             errors[-1] if errors else 0.0,
             not errors,
         )
+
+
+def judged_by_noise(ruled: str, table: LinkTable) -> str:
+    """The query of rows that the rule has judged (`ruled`), held against what `RepeatRuns.measure` found instead."""
+    roles = roles_of(table)
+    beyond, exceeds, tolerances, allowed, joins = [], [], [], [], []
+    for role, error in roles:
+        of = f"link_table = '{table.table}' AND role = '{role}'"
+        joins.append(
+            f"ASOF LEFT JOIN (FROM known_noise WHERE {of}) k_{role} "
+            f"ON k_{role}.place = p.noise_place AND p.step >= k_{role}.step "
+            f"LEFT JOIN (FROM usual_noise WHERE {of}) u_{role} ON u_{role}.kind = p.noise_kind"
+        )
+        allowed.append(f"coalesce(k_{role}.allowed, u_{role}.allowed, 0) AS {role}_noise")
+        differs = _differs(role)
+        unmeasured = f"{error} IS NULL"
+        beyond.append(f"coalesce({differs} AND ({error} > {role}_noise OR {unmeasured}), false)")
+        times = _decisive(table.table)
+        exceeds.append(
+            f"coalesce({differs} AND ({error} > {role}_noise * {times} OR {unmeasured}), false)"
+        )
+        if role != "loss":
+            tolerances.append(
+                f"CASE WHEN only_in IS NULL THEN {role}_noise ELSE {role}_tolerance END AS {role}_tolerance,"
+            )
+    return derived(HERE, "judged_measured").rows(
+        ruled=ruled,
+        place=place_of(table),
+        kind=kind_of(table),
+        allowed=", ".join(allowed),
+        joins=" ".join(joins),
+        names=", ".join(f"{role}_noise" for role, _ in roles),
+        tolerances=" ".join(tolerances),
+        beyond=" OR ".join(beyond),
+        exceeds=" OR ".join(exceeds),
+    )
+
+
+def _leave_as_it_is(pair: duckdb.DuckDBPyConnection) -> None:
+    """What a repeat differs by from the baseline, which is nobody's fault."""
+    divide_out_loss_scales(pair)
+    leave_unjudged(pair)
 
 
 def _shares_values(pair: duckdb.DuckDBPyConnection) -> bool:
@@ -179,16 +213,21 @@ def _shares_values(pair: duckdb.DuckDBPyConnection) -> bool:
     return False
 
 
-def _roles(table: LinkTable) -> list[tuple[str, str]]:
+def roles_of(table: LinkTable) -> list[tuple[str, str]]:
+    """(role, column of its relative error) of what may be noise in a table."""
     if table.table == "backward_passes":
         return [("loss", "error")]
     return [(role, f"{role}_error") for role, _ in table.sides]
 
 
-def _place(table: str, *, is_renamed: bool = False) -> str:
-    """What a row is of, as one text; `is_renamed`, by the candidate's names."""
+def _differs(role: str) -> str:
+    return "value_b_loss IS DISTINCT FROM value_c_loss" if role == "loss" else f"{role}_differs"
+
+
+def place_of(table: LinkTable, *, is_renamed: bool = False) -> str:
+    """What a row is of, as one text in SQL; `is_renamed`, by the candidate's names."""
     parts = []
-    for key in _PLACES[table]:
+    for key in _PLACES[table.table]:
         value = f"key_{key}::VARCHAR"
         if is_renamed and key.endswith("_fqn"):
             value = (
@@ -198,49 +237,15 @@ def _place(table: str, *, is_renamed: bool = False) -> str:
     return f"concat_ws('/', {', '.join(parts)})"
 
 
-def _kind(table: str) -> str:
+def kind_of(table: LinkTable) -> str:
+    """The kind of a row, in SQL, of which noise is told in the median."""
     column = {
         "node_events": "node_name",
         "module_calls": "phase",
         "gradients": "point",
         "parameters": "point",
     }
-    return f"key_{column[table]}" if table in column else "''"
-
-
-def _apply(connection: duckdb.DuckDBPyConnection, table: LinkTable, scale: float) -> None:
-    name = table.table
-    for role, _ in _roles(table):
-        connection.execute(
-            f"CREATE OR REPLACE TEMP TABLE known AS SELECT place, step, max(max(error)) OVER "
-            f"(PARTITION BY place ORDER BY step) * {SCATTER * scale}::DOUBLE AS allowed FROM noise_{name} "
-            f"WHERE role = '{role}' GROUP BY place, step"
-        )
-        connection.execute(
-            f"CREATE OR REPLACE TEMP TABLE usual AS SELECT kind, median(error) * {SCATTER * scale}::DOUBLE AS allowed "
-            f"FROM noise_{name} WHERE role = '{role}' GROUP BY kind"
-        )
-        error = "error" if role == "loss" else f"{role}_error"
-        differs = (
-            "value_b_loss IS DISTINCT FROM value_c_loss" if role == "loss" else f"{role}_differs"
-        )
-        connection.execute(
-            f"CREATE OR REPLACE TEMP TABLE measured AS SELECT d.rowid AS id, coalesce(k.allowed, u.allowed, 0) AS "
-            f"allowed, d.{error} AS error, {differs} AS differs FROM (SELECT *, {_place(name)} AS noise_place, "
-            f"{_kind(name)} AS noise_kind, rowid FROM differing_{name}) d ASOF LEFT JOIN known k "
-            "ON k.place = d.noise_place AND d.step >= k.step LEFT JOIN usual u ON u.kind = d.noise_kind "
-            "WHERE d.only_in IS NULL"
-        )
-        yield_columns = "" if role == "loss" else f"{role}_tolerance = m.allowed, "
-        first = role in ("reads", "loss") or len(table.sides) == 1
-        keep = "" if first else "d.beyond OR "
-        keep_exceeds = "" if first else "d.exceeds OR "
-        connection.execute(
-            f"UPDATE differing_{name} d SET {yield_columns} noise = 'measured', shown_by = NULL, "
-            f"beyond = d.given OR {keep}coalesce(m.differs AND (m.error > m.allowed OR m.error IS NULL), false), "
-            f"exceeds = d.given OR {keep_exceeds}coalesce(m.differs AND (m.error > m.allowed * "
-            f"{_decisive(name)} OR m.error IS NULL), false) FROM measured m WHERE m.id = d.rowid"
-        )
+    return f"key_{column[table.table]}" if table.table in column else "''"
 
 
 def _decisive(table: str) -> float:

@@ -10,7 +10,7 @@ from gradtrace_analyzer.diff.answer import Answer
 from gradtrace_analyzer.diff.difference import LENGTHS, Change
 from gradtrace_analyzer.diff.origin import CodeOrigin, FailureOrigin, NodeOrigin, Origin
 from gradtrace_analyzer.diff.scope.cover import crash_words, lacking_words
-from gradtrace_analyzer.diff.tolerances.noise import SCATTER
+from gradtrace_analyzer.numerics.model import MODEL
 from gradtrace_analyzer.numerics.tolerance import STANDARD_ERROR
 from gradtrace_analyzer.reports.diff.cover import (
     caveats,
@@ -200,7 +200,7 @@ def _tolerance_here(answer: Answer) -> str:
 
 def _explained(change: Change, answer: Answer) -> str:
     if change.noise is not None and answer.noise is not None:
-        measured = change.tolerance / SCATTER
+        measured = change.tolerance / MODEL.scatter
         return f"noise here is {measured:.0e}, measured from {', '.join(answer.noise.names)}"
     if not change.tolerance:
         return "rounding explains nothing"

@@ -63,19 +63,19 @@ def unscaled(a: Rows, b: Rows) -> tuple[list[LossScale], duckdb.DuckDBPyConnecti
 def test_loss_scale_that_was_taken_back_is_divided_out() -> None:
     found, connection = unscaled(*scaled(1024.0, 1024.0))
     assert found == [LossScale(1024.0, 0, 1)]
-    query = "SELECT writes_c_norm, writes_c_sketch[1], writes_error, error FROM differing_{}"
+    query = "SELECT writes_c_norm, writes_c_sketch[1], writes_error, error FROM paired_{}"
     for table in ("gradients", "node_events"):
         rows = connection.execute(query.format(table)).fetchall()
         assert rows and set(rows) == {(1.0, 1.0, 0.0, 0.0)}
     assert connection.execute(
-        "SELECT value_c_loss, error FROM differing_backward_passes"
+        "SELECT value_c_loss, error FROM paired_backward_passes"
     ).fetchall() == [(2.0, 0.0)]
 
 
 def test_error_that_is_left_when_the_scale_is_divided_out_is_seen() -> None:
     _, connection = unscaled(*scaled(1024.0, 1024.0, a=2048.0))
     found = connection.execute(
-        "SELECT key_parameter_fqn, writes_error FROM differing_gradients WHERE writes_error > 0"
+        "SELECT key_parameter_fqn, writes_error FROM paired_gradients WHERE writes_error > 0"
     )
     assert found.fetchall() == [("a.w", 0.5)]
 
@@ -92,7 +92,7 @@ def test_error_that_is_left_when_the_scale_is_divided_out_is_seen() -> None:
 def test_what_is_no_loss_scale_stays_as_it_is(loss: float, local: float, final: float) -> None:
     found, connection = unscaled(*scaled(loss, local, final))
     assert found == []
-    values = connection.execute("SELECT value_c_loss FROM differing_backward_passes").fetchall()
+    values = connection.execute("SELECT value_c_loss FROM paired_backward_passes").fetchall()
     assert values == [(2 * loss,)]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import pytest
 
 from gradtrace_analyzer.diff.links import LINK_TABLES
 from gradtrace_analyzer.diff.pairing.lower_bound import RolePairs, Upstream, beyond_lower_bound
+from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.numerics.arrays import Side, numbers_of
 from gradtrace_analyzer.numerics.tolerance import LowerBound, Rule
 from gradtrace_schemas import TABLES
 from support.synthetic_runs.builder import add_part
-from support.synthetic_runs.differences import Row, sides
+from support.synthetic_runs.differences import Row, Rows, paired, run_of, sides
 
 LEAST = LowerBound(1.0, 10, 1, 2.0**-24, True)
 RULE = Rule(2.0**-24, "", 10, 1)
@@ -168,3 +170,93 @@ def test_statistic_that_is_far_off_may_exceed_unless_the_optimizers_row_is_judge
     assert beyond(tmp_path / "near", "parameters", near) == [False]
     trained = [parameter("before", far), parameter("after", far)]
     assert beyond(tmp_path / "trained", "parameters", trained) == [False, False]
+
+
+def judged_and_proposed(
+    folder: Path, table: str, pairs: Sequence[Pair], drift: float = 0.0
+) -> tuple[list[bool], list[bool]]:
+    """(which rows exceed when they are judged, which the sieve proposes), of one step."""
+    weight = {"root": 0, "parameter_fqn": "m.weight", "point": "before", "shape": [10, 10]}
+    weight |= {"kind": "parameter", "record_index": 0}
+    weights = [weight | side for side in sides(drift)]
+    numbered = [pair({"record_index": n + 1}, p) for n, p in enumerate(pairs)]
+    rows: list[Rows] = [
+        {"parameters": [weights[n]], table: [p[n] for p in numbered]} for n in (0, 1)
+    ]
+    connection = paired(*rows)
+    judgement = Judgement(connection, {side: run_of() for side in ("baseline", "candidate")})
+    least = replace(judgement.lower_bound(), unit=2.0**-24)
+    judgement.write()
+    found = connection.execute(f"SELECT place, exceeds FROM differing_{table}").fetchall()
+    exceeds = {int(place) - 1: is_beyond for place, is_beyond in found}
+    proposed = beyond(folder, table, pairs, lower_bound=least)
+    return [exceeds.get(n, False) for n in range(len(pairs))], proposed
+
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def drawn(
+    seed: int, make: Callable[[float, float, str, int], Pair], dtypes: Sequence[str]
+) -> list[Pair]:
+    """Pairs with errors and lengths from far below to far above what any rule gives."""
+    draw = np.random.default_rng(seed)
+    return [
+        make(
+            10 ** draw.uniform(-8, 0),
+            1 + draw.choice([0.0, 1.0]) * 10 ** draw.uniform(-8, -1),
+            str(draw.choice(dtypes)),
+            int(draw.choice([10, 100])),
+        )
+        for _ in range(60)
+    ]
+
+
+def any_call(error: float, times: float, dtype: str, numel: int) -> Pair:
+    key = {"root": 0, "module_fqn": "m", "phase": "forward", "call_index": 0}
+    came = sides(0.0, "input_")
+    return pair(key, came, sides(error, "output_", times=times, dtype=dtype, numel=numel))
+
+
+def any_node(error: float, times: float, dtype: str, numel: int) -> Pair:
+    key = {"root": 0, "module_fqn": "m", "node_name": "A", "event_index": 0, "call_index": 0}
+    came = sides(1e-9, "grad_output_", lanes=4, dtype=dtype)
+    left = sides(error, "grad_input_", times=times, lanes=4, dtype=dtype, numel=numel)
+    return pair(key, came, left)
+
+
+def any_input(error: float, _: float, dtype: str, numel: int) -> Pair:
+    first, second = sides(error, numel=numel)
+    return pair({"root": 0, "name": "x", "call_index": 0}, (first, second | {"dtype": dtype}))
+
+
+MAKES: dict[str, Callable[[float, float, str, int], Pair]] = {
+    "module_calls": any_call, "node_events": any_node, "inputs": any_input,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("table", MAKES)
+@pytest.mark.parametrize("drift", [0.0, 1e-4])
+def test_whatever_exceeds_was_proposed(table: str, drift: float, tmp_path: Path) -> None:
+    for seed, dtypes in enumerate((DTYPES, DTYPES[:1], DTYPES[2:])):
+        pairs = drawn(seed, MAKES[table], dtypes)
+        exceeds, proposed = judged_and_proposed(tmp_path / str(seed), table, pairs, drift)
+        assert any(exceeds) and (table == "inputs" or not all(exceeds))
+        missed = [
+            n
+            for n, (is_beyond, may) in enumerate(zip(exceeds, proposed, strict=True))
+            if is_beyond > may
+        ]
+        assert missed == []
+
+
+@pytest.mark.parametrize("table", ["module_calls", "inputs"])
+def test_where_nothing_is_allowed_beyond_the_rule_no_other_is_proposed(
+    table: str, tmp_path: Path
+) -> None:
+    """One arithmetic, equal parameters: the bound is the tolerance, for directions and for lengths."""
+    dtypes = DTYPES if table == "inputs" else DTYPES[:1]
+    for seed in range(3):
+        pairs = drawn(seed, MAKES[table], dtypes)
+        exceeds, proposed = judged_and_proposed(tmp_path / str(seed), table, pairs)
+        assert exceeds == proposed

@@ -47,7 +47,7 @@ def pairs() -> duckdb.DuckDBPyConnection:
 def left(
     connection: duckdb.DuckDBPyConnection, table: str, columns: str
 ) -> list[tuple[object, ...]]:
-    return connection.execute(f"SELECT {columns} FROM differing_{table} ORDER BY ALL").fetchall()
+    return connection.execute(f"SELECT {columns} FROM kept_{table} ORDER BY ALL").fetchall()
 
 
 def test_rows_of_one_side_are_kept_unless_they_mean_nothing(
@@ -108,5 +108,5 @@ def test_parameters_of_a_side_are_alone_where_the_other_recorded_some(
     other: Rows = {"steps": steps, "parameters": [weight("a")] if has_any else []}
     connection = paired({"steps": steps, "parameters": [weight("a"), weight("b")]}, other)
     ignore_rows(connection, {}, unmatched=True)
-    query = "SELECT count(*) FROM differing_parameters WHERE only_in IS NOT NULL"
+    query = "SELECT count(*) FROM kept_parameters WHERE only_in IS NOT NULL"
     assert connection.execute(query).fetchall() == [(count,)]

@@ -163,7 +163,7 @@ def test_pairs_that_differ_are_told_with_their_relative_error() -> None:
     new = [b for _, _, b, _ in GRADIENTS if b is not None]
     connection = paired({"gradients": old, "steps": [{}]}, {"gradients": new, "steps": [{}]})
     found = connection.execute(
-        "SELECT key_parameter_fqn, only_in, writes_differs, writes_error, exceeds FROM differing_gradients"
+        "SELECT key_parameter_fqn, only_in, writes_differs, writes_error, given FROM paired_gradients"
     ).fetchall()
     rows = {name: tuple(rest) for name, *rest in found}
     expected = {name: row for name, _, _, row in GRADIENTS if row is not None}
@@ -200,7 +200,7 @@ def test_norms_that_were_added_up_otherwise_may_lie_a_little_apart(
     new[5]["abs_max"] *= 1 + 1e-7  # what is the largest does not hang on the order
     connection = started({"steps": [{}], "gradients": old}, {"steps": [{}], "gradients": new})
     connection.execute(differing(link_table("gradients"), "", [(0, 0)], is_alike=is_alike))
-    found = connection.execute("SELECT key_parameter_fqn FROM differing_gradients ORDER BY 1")
+    found = connection.execute("SELECT key_parameter_fqn FROM paired_gradients ORDER BY 1")
     assert [name for (name,) in found.fetchall()] == apart
 
 
@@ -210,7 +210,7 @@ def test_rows_of_one_key_pair_in_their_order() -> None:
         {"gradients": names, "steps": [{}]}, {"gradients": names[:1] + names[2:], "steps": [{}]}
     )
     found = connection.execute(
-        "SELECT place, only_in, writes_b_abs_max, writes_c_abs_max FROM differing_gradients ORDER BY ALL"
+        "SELECT place, only_in, writes_b_abs_max, writes_c_abs_max FROM paired_gradients ORDER BY ALL"
     ).fetchall()
     # The second is held against the third, and the third has no partner.
     assert [row[1:] for row in found] == [(None, 1.0, 2.0), ("baseline", 2.0, None)]
@@ -220,7 +220,7 @@ def test_null_in_a_key_pairs_with_null() -> None:
     rows = [{"root": None, "module_fqn": None, "node_name": "A", "event_index": n} for n in (0, 1)]
     connection = paired({"node_events": rows}, {"node_events": rows[:1]})
     found = connection.execute(
-        "SELECT only_in, event_index_b, event_index_c FROM differing_node_events"
+        "SELECT only_in, event_index_b, event_index_c FROM paired_node_events"
     )
     assert found.fetchall() == [("baseline", 1, None)]
 
@@ -234,16 +234,16 @@ def test_ranks_whose_rows_were_lost_and_nodes_under_way_are_left_out() -> None:
     }
     connection = started(rows, {"steps": rows["steps"]})
     connection.execute(differing(link_table("node_events"), "", [(1, 0), (2, 0)]))
-    assert connection.execute("SELECT rank FROM differing_node_events").fetchall() == [(1,)]
+    assert connection.execute("SELECT rank FROM paired_node_events").fetchall() == [(1,)]
     connection.execute(differing(link_table("node_events"), "0, 1", [(1, 0), (2, 0)]))
-    assert connection.execute("SELECT rank FROM differing_node_events").fetchall() == []
+    assert connection.execute("SELECT rank FROM paired_node_events").fetchall() == []
 
 
 def test_only_the_steps_that_are_open_are_paired() -> None:
     rows = each_step((0, 1), passes(0.5)["backward_passes"])
     others = each_step((0, 1), passes(0.75)["backward_passes"])
     connection = paired({"backward_passes": rows}, {"backward_passes": others}, only=[(0, 1)])
-    assert connection.execute("SELECT step FROM differing_backward_passes").fetchall() == [(1,)]
+    assert connection.execute("SELECT step FROM paired_backward_passes").fetchall() == [(1,)]
 
 
 def test_setting_counts_where_it_is_more_than_another_way_to_compute_the_same() -> None:
@@ -266,7 +266,7 @@ def test_setting_counts_where_it_is_more_than_another_way_to_compute_the_same() 
         side((0.1, plain), (0.2, plain), (0.1, plain), (0.1, other)),
     )
     connection.execute(differing(link_table("optimizer_groups"), "", [(0, 0)]))
-    found = connection.execute("SELECT key_group_index, exceeds FROM differing_optimizer_groups")
+    found = connection.execute("SELECT key_group_index, given FROM paired_optimizer_groups")
     assert sorted(found.fetchall()) == [(1, True), (2, False), (3, True)]
 
 
@@ -279,14 +279,14 @@ def test_pass_without_ddp_is_no_other_pass() -> None:
 
     connection = started(side("sync", "sync", "sync"), side("sync", "no_sync", None))
     connection.execute(differing(link_table("backward_passes"), "", [(0, 0)]))
-    found = connection.execute("SELECT key_backward_index FROM differing_backward_passes")
+    found = connection.execute("SELECT key_backward_index FROM paired_backward_passes")
     assert found.fetchall() == [(1,)]
 
 
 def test_loss_that_differs_does_not_exceed_by_itself_and_has_a_relative_error() -> None:
     connection = started(passes(0.5), passes(2.0))
     connection.execute(differing(link_table("backward_passes"), "", [(0, 0)]))
-    found = connection.execute("SELECT exceeds, error FROM differing_backward_passes").fetchall()
+    found = connection.execute("SELECT given, error FROM paired_backward_passes").fetchall()
     assert found == [(False, 0.75)]
 
 
@@ -298,9 +298,9 @@ def test_rows_of_the_candidate_alone_stand_in_front_of_the_next_pair_that_differ
 
     connection = paired(side("a", "b"), side("a", "x", "y", "b", "z", times=2.0))
     place_among(connection)
-    found = connection.execute("SELECT key_parameter_fqn FROM differing_gradients ORDER BY place")
+    found = connection.execute("SELECT key_parameter_fqn FROM paired_gradients ORDER BY place")
     assert [name for (name,) in found.fetchall()] == ["a", "x", "y", "b", "z"]
     places = dict(
-        connection.execute("SELECT key_parameter_fqn, place FROM differing_gradients").fetchall()
+        connection.execute("SELECT key_parameter_fqn, place FROM paired_gradients").fetchall()
     )
     assert 1 < places["x"] < places["y"] < 2 and places["z"] == 5  # nothing follows that one

@@ -173,6 +173,15 @@ def test_drift_of_a_module_is_that_of_its_parameters_together_without_buffers() 
     assert found.tolerance("module_calls") == pytest.approx(expected)
 
 
+def test_drift_of_a_module_is_of_all_its_parameters_the_equal_ones_too() -> None:
+    """A bias that is half off, beside a weight a thousand times as long that is equal, is a drift of 0.0005."""
+    bias = weight(0.5, "n.bias", norm=1e-3, shape=[10])
+    pairs = [weight(0.0, "n.weight"), bias, call(1e-3)]
+    drift = 0.5e-3 / (1 + 1e-3**2) ** 0.5
+    expected = Rule(UNIT, "", 10, 2).forward() + 4 * ((1 + drift) ** 2 - 1)
+    assert Judged(*pairs).tolerance("module_calls") == pytest.approx(expected)
+
+
 def test_gradient_is_allowed_the_noise_that_the_forward_shows() -> None:
     """Eight times the median of it and what a layer adds, if that is less than four times the drift that it shows."""
     seen = 1e-3

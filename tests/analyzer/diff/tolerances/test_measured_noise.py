@@ -9,8 +9,9 @@ import duckdb
 import pytest
 
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
-from gradtrace_analyzer.diff.tolerances.noise import SCATTER, Noise, RepeatRuns
+from gradtrace_analyzer.diff.tolerances.noise import Noise, RepeatRuns
 from gradtrace_analyzer.errors import NoRepeat
+from gradtrace_analyzer.numerics.model import MODEL
 from gradtrace_analyzer.runs.opening import open_run
 from support.synthetic_runs.builder import build_run
 from support.synthetic_runs.differences import Row, paired, run_of, sides
@@ -42,13 +43,16 @@ def measured(
     baseline = open_run(build_run(folder / "baseline", {"module_calls": outputs({}, side=0)}))
     old, new = (outputs(seen, side, prefix) for side in (0, 1))
     connection = paired({"module_calls": old}, {"module_calls": new})
-    Judgement(connection, {side: run_of() for side in ("baseline", "candidate")}).write()
-    noise = RepeatRuns(baseline, runs)
-    noise.new_names = {name: f"{prefix}{name}" for name in MODULES} if prefix else {}
+    both = {"baseline": baseline, "candidate": run_of()}
+    judgement = Judgement(connection, both, repeats=runs, scale=scale)
+    new_names = {name: f"{prefix}{name}" for name in MODULES} if prefix else {}
+    judgement.pair_repeats(is_arranged=False, new_names=new_names)
     try:
-        return noise.measure(connection, scale), connection
+        judgement.write()
     finally:
-        noise.close()
+        judgement.close()
+    assert judgement.noise is not None
+    return judgement.noise, connection
 
 
 def judged(connection: duckdb.DuckDBPyConnection) -> dict[tuple[int, str], tuple[Any, ...]]:
@@ -78,13 +82,13 @@ def test_tolerance_is_four_times_the_noise_of_the_place_so_far(tmp_path: Path) -
 def test_largest_noise_of_all_repeats_counts(tmp_path: Path) -> None:
     repeats = [{(0, "a"): 1e-3}, {(0, "a"): 2e-3}]
     noise, connection = measured(tmp_path, {(0, "a"): 1e-4}, *repeats)
-    assert judged(connection)[0, "a"][0] == pytest.approx(SCATTER * 2e-3)
+    assert judged(connection)[0, "a"][0] == pytest.approx(MODEL.scatter * 2e-3)
     assert noise.names == ("repeat0", "repeat1")
 
 
 def test_tolerances_from_noise_are_scaled_too(tmp_path: Path) -> None:
     _, connection = measured(tmp_path, {(0, "a"): 1e-4}, {(0, "a"): 1e-3}, scale=0.5)
-    assert judged(connection)[0, "a"][0] == pytest.approx(SCATTER * 0.5e-3)
+    assert judged(connection)[0, "a"][0] == pytest.approx(MODEL.scatter * 0.5e-3)
 
 
 def test_repeat_that_is_equal_bit_for_bit_leaves_the_rules_tolerances(tmp_path: Path) -> None:
@@ -97,7 +101,7 @@ def test_repeats_have_the_baselines_names_which_the_comparison_may_show_renamed(
     tmp_path: Path,
 ) -> None:
     _, connection = measured(tmp_path, {(0, "a"): 1e-4}, {(0, "a"): 1e-3}, prefix="net.")
-    assert judged(connection)[0, "net.a"][0] == pytest.approx(SCATTER * 1e-3)
+    assert judged(connection)[0, "net.a"][0] == pytest.approx(MODEL.scatter * 1e-3)
 
 
 def test_run_of_something_else_is_no_repeat(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from gradtrace_analyzer.diff.tolerances.judgement import Judgement
 from gradtrace_analyzer.diff.tolerances.updates import is_plain
-from gradtrace_analyzer.numerics.tolerance import PASSED_ON, TURNED, UNJUDGED, UPDATED
+from gradtrace_analyzer.numerics.model import MODEL
 from support.synthetic_runs.differences import Row, Rows, paired, run_of, sides, views
 
 ROUNDED = 8 * 2.0**-24
@@ -83,8 +83,8 @@ def after(
 @pytest.mark.parametrize(
     ("name", "share"),
     [
-        ("SGD", UPDATED + PASSED_ON * 1e-3),
-        ("AdamW", UPDATED + 6 * (TURNED * 1e-3) ** 0.5),
+        ("SGD", MODEL.updated + MODEL.passed_on * 1e-3),
+        ("AdamW", MODEL.updated + 6 * (MODEL.turned * 1e-3) ** 0.5),
     ],
 )
 @pytest.mark.parametrize(("times", "beyond"), [(0.99, False), (1.01, True)])
@@ -97,11 +97,11 @@ def test_update_may_differ_by_what_the_error_of_its_gradient_explains(
 
 
 def test_update_from_an_equal_gradient_may_differ_by_a_thousandth() -> None:
-    assert after(1e-3)[0] == pytest.approx(ROUNDED + UPDATE * UPDATED)
+    assert after(1e-3)[0] == pytest.approx(ROUNDED + UPDATE * MODEL.updated)
 
 
 def test_what_differed_before_the_step_is_no_part_of_what_is_new() -> None:
-    allowed = ROUNDED + UPDATE * UPDATED
+    allowed = ROUNDED + UPDATE * MODEL.updated
     assert after(0.01 + 0.9 * allowed, before=0.01)[1] is False
     assert after(0.01 + 1.1 * allowed, before=0.01)[1] is True
 
@@ -109,7 +109,7 @@ def test_what_differed_before_the_step_is_no_part_of_what_is_new() -> None:
 def test_flat_parameter_of_an_adaptive_optimizer_is_not_judged() -> None:
     """Its gradient may be all rounding, and each step is as large whatever the gradient is."""
     assert after(0.5, final(1e-3), name="Adam", shape=[10])[:2] == (
-        pytest.approx(ROUNDED + UPDATE * UNJUDGED),
+        pytest.approx(ROUNDED + UPDATE * MODEL.unjudged),
         False,
     )
     assert after(0.5, final(1e-3), name="SGD", shape=[10])[1] is True
@@ -117,7 +117,7 @@ def test_flat_parameter_of_an_adaptive_optimizer_is_not_judged() -> None:
 
 
 def test_tolerance_of_an_update_is_scaled() -> None:
-    assert after(1e-3, scale=3.0)[0] == pytest.approx(3 * (ROUNDED + UPDATE * UPDATED))
+    assert after(1e-3, scale=3.0)[0] == pytest.approx(3 * (ROUNDED + UPDATE * MODEL.updated))
 
 
 def test_adaptive_optimizer_remembers_the_errors_of_gradients_before() -> None:
@@ -131,7 +131,9 @@ def test_adaptive_optimizer_remembers_the_errors_of_gradients_before() -> None:
         parameter("after", 0.1, step=1, at=2 * UPDATE),
     ]
     [found] = judged(pairs, "parameters", "key_point = 'after'")
-    assert found[0] == pytest.approx(ROUNDED + UPDATE * (UPDATED + 6 * (TURNED * 1e-2) ** 0.5))
+    assert found[0] == pytest.approx(
+        ROUNDED + UPDATE * (MODEL.updated + 6 * (MODEL.turned * 1e-2) ** 0.5)
+    )
 
 
 def given(error: float, a: str = "float32", b: str = "float32") -> Pair:
@@ -206,3 +208,13 @@ def test_optimizers_are_plain_where_all_pass_a_gradient_on_in_proportion(
 ) -> None:
     groups: Rows = {"optimizer_groups": [optimizer(name)[1] for name in names]}
     assert is_plain(views(groups)) is plain
+
+
+def test_parameter_that_is_not_finite_after_the_optimizer_on_one_side_is_beyond_any_tolerance() -> (
+    None
+):
+    table, a, b = parameter("after", 0.0, at=UPDATE)
+    spoilt = (table, a, b | {"nan_count": 1, "fingerprint": 9})
+    pairs = [optimizer("SGD"), parameter("before", 0.0), spoilt]
+    [(_, *found)] = judged(pairs, "parameters", "key_point = 'after'")
+    assert found == [True, True]

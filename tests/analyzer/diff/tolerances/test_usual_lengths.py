@@ -8,7 +8,8 @@ from typing import Any
 import duckdb
 import pytest
 
-from gradtrace_analyzer.diff.tolerances.lengths import mark_steady_factors, write_usual_gain
+from gradtrace_analyzer.diff.tolerances.lengths import HERE, write_steady, write_usual_gain
+from gradtrace_analyzer.sql.derived import derived
 from support.synthetic_runs.differences import Row, Rows, paired, sides
 
 
@@ -40,14 +41,7 @@ def pairs(
         {"node_events": [n[side] for n in nodes], "module_calls": [c[side] for c in calls]}
         for side in (0, 1)
     ]
-    connection = paired(*both)
-    connection.execute(
-        "ALTER TABLE differing_node_events ADD COLUMN beyond BOOLEAN DEFAULT false;"
-        "ALTER TABLE differing_node_events ADD COLUMN shown_by VARCHAR;"
-        "ALTER TABLE differing_node_events ADD COLUMN writes_tolerance DOUBLE;"
-        "UPDATE differing_node_events SET exceeds = false"
-    )
-    return connection
+    return paired(*both)
 
 
 GAINS = [1e-3, -2e-3, 3e-3, 1e-3, -2e-3, 0.5]
@@ -80,10 +74,9 @@ def steady(*gains: float, others: Sequence[tuple[Row, Row]] = (), **more: Any) -
     """The steps in which one Node is told by its length, which it changes by these in as many steps."""
     nodes = [node(0, gain, step=step, **more) for step, gain in enumerate(gains)]
     connection = pairs([*nodes, *others])
-    mark_steady_factors(connection)
+    write_steady(connection)
     found = connection.execute(
-        "SELECT step FROM differing_node_events WHERE shown_by = 'steady' AND beyond AND exceeds "
-        "AND key_module_fqn = 'm0' ORDER BY step"
+        "SELECT step FROM kept_node_events JOIN steady USING (id) WHERE key_module_fqn = 'm0' ORDER BY step"
     ).fetchall()
     return [step for (step,) in found]
 
@@ -126,14 +119,21 @@ def test_noise_that_comes_back_everywhere_is_no_factor() -> None:
 
 def test_tolerance_of_what_is_steady_is_the_smallest_factor_that_counts() -> None:
     connection = pairs([node(0, gain, step=step) for step, gain in enumerate(ALIKE)])
-    mark_steady_factors(connection)
-    found = connection.execute("SELECT DISTINCT writes_tolerance FROM differing_node_events")
+    write_steady(connection)
+    found = connection.execute("SELECT DISTINCT least FROM steady")
     assert found.fetchall() == [(5e-4,)]
 
 
 def test_what_is_beyond_its_tolerance_already_is_told_by_that() -> None:
     connection = pairs([node(0, gain, step=step) for step, gain in enumerate(ALIKE)])
-    connection.execute("UPDATE differing_node_events SET exceeds = step = 2")
-    mark_steady_factors(connection)
-    found = connection.execute("SELECT step, shown_by FROM differing_node_events ORDER BY step")
-    assert [shown_by for _, shown_by in found.fetchall()] == ["steady", "steady", None, "steady"]
+    write_steady(connection)
+    judged = (
+        "SELECT *, step = 2 AS exceeds, step = 2 AS beyond, NULL::VARCHAR AS shown_by, 0.1 AS writes_tolerance "
+        "FROM kept_node_events"
+    )
+    query = derived(HERE, "judged_steady").rows(judged=judged, steady="s.least")
+    found = connection.execute(
+        f"SELECT shown_by, beyond AND exceeds, writes_tolerance FROM ({query}) ORDER BY step"
+    ).fetchall()
+    told = ("steady", True, 5e-4)
+    assert found == [told, told, (None, True, 0.1), told]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradtrace_analyzer.diff.difference import LENGTHS, Change
 from gradtrace_analyzer.diff.origin import ArrivingOrigin, GradientsOrigin, NodeOrigin, Replay
-from gradtrace_analyzer.diff.tolerances.noise import SCATTER
+from gradtrace_analyzer.numerics.model import MODEL
 from gradtrace_analyzer.reports.diff.grounds import (
     if_known,
     unless_known,
@@ -87,7 +87,7 @@ def _rounding(change: Change | None) -> str:
     if change.shown_by in LENGTHS:
         return f"; {length_words(change)}"
     if change.noise is not None:
-        return f"; noise here is {change.tolerance / SCATTER:.0e}, which would explain {change.tolerance:.1e}"
+        return f"; noise here is {change.tolerance / MODEL.scatter:.0e}, which would explain {change.tolerance:.1e}"
     return f"; rounding would explain {change.tolerance:.1e}"
 
 

@@ -1,0 +1,12 @@
+-- table: differing_{table}
+-- What is no summary (an optimizer's settings) has no tolerance: it counts as it is.
+-- key: rank, step, only_in, place, place_c
+-- columns:
+--   <role>_tolerance DOUBLE: null
+--   noise VARCHAR: null
+--   shown_by VARCHAR: null
+--   given BOOLEAN: counts as it is: see paired_<table>
+--   beyond BOOLEAN: the same
+--   exceeds BOOLEAN: the same
+-- reads: kept_<table>
+SELECT *, {tolerances} NULL::VARCHAR AS shown_by, given AS beyond, given AS exceeds FROM kept_{table}

@@ -1,0 +1,11 @@
+-- table: update_sizes
+-- How far the optimizer moved a parameter in a step: the larger one of both sides.
+-- key: rank, step, root, parameter_fqn
+-- columns:
+--   rank INTEGER: the rank
+--   step INTEGER: the step
+--   root INTEGER: the root
+--   parameter_fqn VARCHAR: the parameter
+--   size DOUBLE: the norm of the update
+-- reads: baseline.parameters, candidate.parameters, opened
+SELECT rank, step, root, parameter_fqn, max(size) AS size FROM ({updates}) GROUP BY ALL
