@@ -23,6 +23,7 @@ def test_allowance_says_what_it_is_for_and_can_be_switched_off(allowance: Allowa
     on, off = (expression(allowance.name, without, **FILLED) for without in ((), NAMES))
     assert on != off == allowance.without.format(**FILLED)
     assert "{" not in on and allowance.why.endswith(".")
+    assert allowance.ablation.endswith(".")
 
 
 def test_numbers_are_those_of_the_model() -> None:
