@@ -100,7 +100,7 @@ def test_bug_of_ours_keeps_its_traceback(probe: object) -> None:
 
 def test_bug_of_ours_is_never_the_exit_code_for_different(tmp_path: Path) -> None:
     program = (
-        "import sys, gradtrace_analyzer.runs.run as r, gradtrace_analyzer.cli as c\n"
+        "import sys, gradtrace_analyzer.runs.opening as r, gradtrace_analyzer.cli as c\n"
         "r.found_parts = lambda path: 1 // 0\n"
         f"sys.argv[1:] = ['info', {str(build_run(tmp_path / 'a'))!r}]\n"
         "c.main()\n"

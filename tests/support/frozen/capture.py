@@ -39,8 +39,8 @@ class Capture:
         """Stand between the tests and the analyzer, which must not be imported yet by those who hold its names."""
         assert "gradtrace_analyzer.commands" not in sys.modules
         self._folder.mkdir(parents=True, exist_ok=True)
-        run: Any = importlib.import_module("gradtrace_analyzer.runs.run")
-        run.open_run = self._around(run.open_run, self._opened)
+        opening: Any = importlib.import_module("gradtrace_analyzer.runs.opening")
+        opening.open_run = self._around(opening.open_run, self._opened)
         cli: Any = importlib.import_module("gradtrace_analyzer.cli")
         cli.Analyzer.main = self._around(cli.Analyzer.main, self._called)
         compare: Any = importlib.import_module("gradtrace_analyzer.diff.compare")

@@ -199,6 +199,15 @@ def test_buffer_that_the_forward_changes_is_held_against_a_wider_tolerance() -> 
     assert (first, beyond) == (0.0, True)  # nothing came before the first step
 
 
+def test_statistic_may_differ_as_the_parameters_that_drifted_do() -> None:
+    table, a, b = parameter("before", 1e-2, step=1)
+    other = {"parameter_fqn": "m.v"}
+    rows = [*handed_on(1e-3, None, kind="buffer"), (table, a | other, b | other)]
+    where = f"{BEFORE} AND key_parameter_fqn = 'm.w'"
+    assert not judged(rows, "parameters", where)[0][1]
+    assert judged(rows, "parameters", where, without=["drifted_statistics"])[0][1]
+
+
 @pytest.mark.parametrize(
     ("names", "plain"),
     [(("SGD", "ASGD"), True), (("SGD", "Adam"), False), ((), False)],
