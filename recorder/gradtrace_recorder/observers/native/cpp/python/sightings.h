@@ -1,4 +1,4 @@
-// What `gradtrace_recorder.versions` saw of tensors at calls of modules: a ring of addresses and versions. And whether
+// What `gradtrace_recorder.state.versions` saw of tensors at calls of modules: a ring of addresses and versions. And whether
 // calls of modules still run. Part of observer.cpp; with the GIL.
 #pragma once
 
