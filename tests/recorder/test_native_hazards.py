@@ -207,9 +207,8 @@ def test_cycles_through_our_types_are_found_by_the_collector() -> None:
 
 def test_a_recording_that_is_over_leaves_nothing_of_its_own(tmp_path: Path) -> None:
     """Neither the C++ objects nor what they ask lives on: no cycle leads through them that nobody breaks."""
-    from gradtrace_recorder.state.attribution import Attribution
-
     from gradtrace_recorder import bootstrap
+    from gradtrace_recorder.state.attribution import Attribution
     from support.recordings.in_process import recording
 
     alive: list[weakref.ref[object]] = []
