@@ -56,8 +56,9 @@ class LinkTable:
 
     Its rows stand for one `link`, or, by their point, for the one that `points` gives. `whereabouts` are the words of a
     row that is counted and not shown. `module` is the module that a row is of, in SQL over its key columns, whose
-    prefix stands for `{}`; None where it is of none. `kind` is the column that rows of one kind agree in. `holds` is
-    what a row without summaries must fulfil to hold a value of its step; None where no such row does.
+    prefix stands for `{}`; None where it is of none. `kind` is the column that rows of one kind agree in, `noise_place`
+    the key columns by which its run-to-run noise is told apart: what a row is of, never when it ran; empty where none
+    is measured. `holds` is what a row without summaries must fulfil to hold a value of its step; None where none does.
     """
 
     table: str
@@ -72,6 +73,7 @@ class LinkTable:
     whereabouts: tuple[str | Of, ...] = ()
     module: str | None = None
     kind: str | None = None
+    noise_place: tuple[str, ...] = ()
     holds: str | None = None
 
     @property
@@ -110,6 +112,7 @@ LINK_TABLES = (
         whereabouts=(Of("parameter_fqn"),),
         module=_OWNER,
         kind="point",
+        noise_place=("root", "parameter_fqn", "point"),
     ),
     LinkTable(
         "inputs",
@@ -127,6 +130,7 @@ LINK_TABLES = (
         whereabouts=(Of("module_fqn"),),
         module="{}module_fqn",
         kind="phase",
+        noise_place=("root", "module_fqn", "phase"),
     ),
     LinkTable(
         "backward_passes",
@@ -134,6 +138,7 @@ LINK_TABLES = (
         values=("loss", "ddp_sync"),
         link="loss",
         holds="loss IS NOT NULL",
+        noise_place=("kind",),
     ),
     LinkTable(
         "node_events",
@@ -153,6 +158,7 @@ LINK_TABLES = (
         whereabouts=(Of("module_fqn", OUTSIDE), " (", Of("node_name"), ")"),
         module="{}module_fqn",
         kind="node_name",
+        noise_place=("root", "module_fqn", "node_name", "parameter_fqn"),
     ),
     LinkTable(
         "stage_events",
@@ -171,6 +177,7 @@ LINK_TABLES = (
         values=("hook_name", "divisor"),
         link="bucket",
         whereabouts=("the bucket of ", Of("parameter_fqns", is_list=True)),
+        noise_place=("root", "module_fqn"),
     ),
     LinkTable(
         "gradients",
@@ -185,6 +192,7 @@ LINK_TABLES = (
         whereabouts=(Of("parameter_fqn"),),
         module=_OWNER,
         kind="point",
+        noise_place=("root", "parameter_fqn", "point"),
     ),
     LinkTable(
         "optimizer_groups",

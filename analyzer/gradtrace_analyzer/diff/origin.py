@@ -389,6 +389,11 @@ class NonfiniteOrigin(Origin):
     arrives: bool = False
 
 
+@dataclass(frozen=True)
+class RowOrigin(Origin):
+    """A row of a link that has no kind of its own: what it is of and how far it differs is all that is told."""
+
+
 # All of them. The other types in this module only hold what several kinds have.
 OriginKind = (
     CodeOrigin
@@ -418,6 +423,7 @@ OriginKind = (
     | OptimizerSettingsOrigin
     | UpdateOrigin
     | NonfiniteOrigin
+    | RowOrigin
 )
 KINDS: tuple[type[Origin], ...] = get_args(OriginKind)
 

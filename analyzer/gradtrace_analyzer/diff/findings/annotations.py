@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from gradtrace_analyzer.diff.difference import Difference
-from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS, link_of
+from gradtrace_analyzer.diff.links import LINK_TABLES, LINKS
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.origins.rank_rows import enclosing
 from gradtrace_analyzer.diff.scope.cover import Cover
@@ -41,12 +41,13 @@ def equal_in_step(
     `recorded` are the links of which both sides hold values in the step.
     """
     apart = {d.link for d in differences}
+    # A gradient that is carried into a step is the step before's.
     links = {
-        link_of(table.table, point)
+        table.link_at(point)
         for table in LINK_TABLES
         if cover.rows.get(table.table)
-        for point in _points(table.table)
-    } & set(recorded)
+        for point in table.each_point
+    } & set(recorded) - {"carried_gradient"}
     touched = {place for d in differences for place in _modules_of(d)}
     # Of a module without values nothing is known.
     seen = modules if "forward" in recorded else ()
@@ -67,12 +68,6 @@ def equal_in_step(
             for root, fqn in outermost
         ),
     }
-
-
-def _points(table: str) -> tuple[str | None, ...]:
-    if table == "parameters":
-        return ("before", "after")
-    return ("local", "reduced", "final") if table == "gradients" else (None,)
 
 
 def _modules_of(d: Difference) -> set[tuple[int, str]]:

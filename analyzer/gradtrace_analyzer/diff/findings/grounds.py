@@ -12,16 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from gradtrace_analyzer.diff.difference import Difference
+from gradtrace_analyzer.diff.links import LINK_TABLE
 from gradtrace_analyzer.diff.origin import Ground, NodeOrigin, Origin, ReceivedOrigin
 from gradtrace_analyzer.diff.scope.recorded import Recorded, Rows
 from gradtrace_analyzer.sql.views import text_literal
-
-_READ = {
-    "module_calls": "input_",
-    "node_events": "grad_output_",
-    "buckets": "before_",
-    "stage_events": "received_",
-}
 
 
 def with_grounds(recorded: Recorded, origin: Origin, *, are_sums: bool) -> Origin:
@@ -39,7 +33,8 @@ def _grounds(
 ) -> Iterator[Ground]:
     d, step = origin.difference, origin.step
     at = {name: key[name] for name in ("root", "parameter_fqn") if name in key}
-    prefix = _READ.get(d.table)
+    table = LINK_TABLE.get(d.table)
+    prefix = None if table is None else table.reads
     if prefix is not None and d.only_in is None:
         own = {k: v for k, v in key.items() if k != "parameter_fqns"}
         among = "true"

@@ -15,7 +15,8 @@ from gradtrace_analyzer.diff.origins import inheriting_backward as backward
 from gradtrace_analyzer.diff.origins import inheriting_forward as forward
 from gradtrace_analyzer.diff.origins.rank_rows import RankRows, way_of
 
-# How the rows of each link table inherit: adds one of a rank's to the graph, and returns its vertex.
+# How the rows of each link table inherit: adds one of a rank's to the graph, and returns its vertex. Rows of a table
+# that is not here inherit from anything before them.
 INHERITING: Mapping[str, Callable[[RankRows, Difference], int]] = {
     "parameters": forward.parameter,
     "inputs": forward.given,
@@ -38,7 +39,8 @@ class RankChain(RankRows):
         v = self.carried.get(id(d))
         if v is None:
             is_lone = d.only_in is not None and d.link != "carried_gradient"
-            v = self._lone(d) if is_lone else INHERITING[d.table](self, d)
+            inheriting = INHERITING.get(d.table, forward.whatever)
+            v = self._lone(d) if is_lone else inheriting(self, d)
         if self.known.is_filtered and not self.graph.feeders[v]:
             self.graph.feeders[v] |= set(before)
         self.join(v, "any")

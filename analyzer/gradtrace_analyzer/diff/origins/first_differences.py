@@ -36,6 +36,7 @@ from gradtrace_analyzer.diff.origin import (
     ReceivedOrigin,
     ReducedGradientOrigin,
     RngOrigin,
+    RowOrigin,
     ScaledOrigin,
     SentOrigin,
     SyncOrigin,
@@ -186,7 +187,8 @@ def _first(
     first = own[0]
     if first.only_in is not None and first.link != "carried_gradient":
         return _lone(own, first)
-    return _OF_TABLE.get(first.table, _of_parameter)(
+    told_by = _OF_TABLE.get(first.table, _of_parameter if first.link in _OF_LINK else _of_row)
+    return told_by(
         _Around(
             own,
             modules,
@@ -269,7 +271,13 @@ def _of_parameter(around: _Around, first: Difference) -> Origin:
     return replace(_at(kind, first, first.writes, holder), other_count=others)
 
 
-# How a rank's first difference is told by the table of its row; of all others by its link.
+def _of_row(around: _Around, first: Difference) -> Origin:
+    """Of a row of which nothing more is known than what its table declares."""
+    change = first.reads if around.arrived else first.writes
+    return _at(RowOrigin, first, change, first.key.get("module_fqn"))
+
+
+# How a rank's first difference is told by the table of its row; of all others by its link, if that has a kind.
 _OF_TABLE: Mapping[str, Callable[[_Around, Difference], Origin]] = {
     "module_calls": _of_call,
     "backward_passes": _of_pass,

@@ -9,6 +9,11 @@ from gradtrace_analyzer.diff.difference import Difference, settings_apart
 from gradtrace_analyzer.diff.origins.rank_rows import RankRows, enclosing
 
 
+def whatever(rows: RankRows, d: Difference) -> int:
+    """Of a table that says nothing else, from anything before it."""
+    return rows.graph.add(d, rows.before())
+
+
 def parameter(rows: RankRows, d: Difference) -> int:
     """As the step begins, from nothing; after the optimizer, from its value, gradient and settings before."""
     root, name = d.key["root"], str(d.key["parameter_fqn"])

@@ -45,9 +45,6 @@ from gradtrace_analyzer.words.nouns import SIDES
 
 HERE = Path(__file__).parent
 
-# The tables whose dtypes tell in which arithmetic a step was computed.
-_ROUNDED = ("inputs", "module_calls", "node_events", "gradients", "buckets", "stage_events")
-
 
 class Judgement:
     """The tolerances of two runs that are paired on a connection (`pairing`), written into its tables."""
@@ -231,7 +228,7 @@ class Judgement:
             f"SELECT rank, step, place, greatest(roundoff({role}_b_dtype), "
             f"roundoff({role}_c_dtype)) AS unit FROM kept_{table.table} WHERE {role}_differs"
             for table in LINK_TABLES
-            if table.table in _ROUNDED
+            if table.table != "parameters"  # what they are kept in is given, not computed
             for role, _ in table.sides
         ]
         # A module may compute in a format that neither comes in nor goes out: its Nodes' gradients are in it.

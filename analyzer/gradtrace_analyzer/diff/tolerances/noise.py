@@ -32,18 +32,8 @@ from gradtrace_schemas.table import NODE_SKETCH_LANES, SKETCH_LANES
 
 HERE = Path(__file__).parent
 
-# Columns by which a link's noise is told apart, besides the step: what the row is of, never when it ran.
-_PLACES = {
-    "module_calls": ("root", "module_fqn", "phase"),
-    "node_events": ("root", "module_fqn", "node_name", "parameter_fqn"),
-    "gradients": ("root", "parameter_fqn", "point"),
-    "parameters": ("root", "parameter_fqn", "point"),
-    "buckets": ("root", "module_fqn"),
-    "backward_passes": ("kind",),
-}
-
 # The tables of which noise is measured.
-MEASURED = tuple(table for table in LINK_TABLES if table.table in _PLACES)
+MEASURED = tuple(table for table in LINK_TABLES if table.noise_place)
 
 
 @dataclass(frozen=True)
@@ -227,7 +217,7 @@ def _differs(role: str) -> str:
 def place_of(table: LinkTable, *, is_renamed: bool = False) -> str:
     """What a row is of, as one text in SQL; `is_renamed`, by the candidate's names."""
     parts = []
-    for key in _PLACES[table.table]:
+    for key in table.noise_place:
         value = f"key_{key}::VARCHAR"
         if is_renamed and key.endswith("_fqn"):
             value = (
@@ -239,13 +229,7 @@ def place_of(table: LinkTable, *, is_renamed: bool = False) -> str:
 
 def kind_of(table: LinkTable) -> str:
     """The kind of a row, in SQL, of which noise is told in the median."""
-    column = {
-        "node_events": "node_name",
-        "module_calls": "phase",
-        "gradients": "point",
-        "parameters": "point",
-    }
-    return f"key_{column[table.table]}" if table.table in column else "''"
+    return "''" if table.kind is None else f"key_{table.kind}"
 
 
 def _decisive(table: str) -> float:

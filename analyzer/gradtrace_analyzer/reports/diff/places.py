@@ -21,6 +21,7 @@ from gradtrace_analyzer.diff.origin import (
     Origin,
     RngOrigin,
 )
+from gradtrace_analyzer.diff.pairing.whereabouts import whereabouts
 from gradtrace_analyzer.words.nouns import bucket_name, listed, module_phrase
 from gradtrace_analyzer.words.numbers import number
 
@@ -202,9 +203,14 @@ def _setting_phrase(name: str, before: Any, after: Any) -> str:
 
 
 def row_name(origin: Origin) -> str:
-    """`Node MmBackward0 of blocks.0`: a row by its kind and name."""
-    named = _NAMES.get(origin.difference.table)
-    return f"a row of {origin.difference.table}" if named is None else named(origin)
+    """`Node MmBackward0 of blocks.0`: a row by its kind and name, or in the words that its table declares."""
+    d = origin.difference
+    named = _NAMES.get(d.table)
+    if named is not None:
+        return named(origin)
+    said = whereabouts(d.table, d.key)
+    link = d.link.replace("_", " ")
+    return f"a row of {d.table}" if said is None else f"{said} ({link})"
 
 
 def _node_name(origin: Origin) -> str:

@@ -11,6 +11,7 @@ from gradtrace_analyzer.reports.diff.origins import (  # noqa: F401 - each regis
     gradients,
     meetings,
     nonfinite,
+    rows,
     structure,
 )
 from gradtrace_analyzer.reports.diff.origins.clause import clause
