@@ -16,6 +16,7 @@ from gradtrace_analyzer.diff.code.structure import ModelNames, Structure, struct
 from gradtrace_analyzer.diff.links import LINK_TABLES
 from gradtrace_analyzer.diff.pairing.ignored_rows import ignore_rows
 from gradtrace_analyzer.diff.pairing.opening import Opened, any_exceeds, open_steps
+from gradtrace_analyzer.diff.pairing.pairs import leave_out
 from gradtrace_analyzer.diff.pairing.sifting import grouped_by_step, sift
 from gradtrace_analyzer.diff.pairing.step_index import StepIndex, step_index
 from gradtrace_analyzer.diff.pairing.suspect_steps import RankStep
@@ -131,8 +132,8 @@ def _judged(
     judgement.set_aside(known=False)
     # What changed code is can be told from all that differs alone: what was not asked for goes afterwards.
     for table in LINK_TABLES if not chosen.is_all else ():
-        connection.execute(
-            f"DELETE FROM differing_{table.table} WHERE NOT ({chosen.condition(table, 'key_')})"
+        leave_out(
+            connection, table.table, "not asked for", f"NOT ({chosen.condition(table, 'key_')})"
         )
     told = [*(a.first_step for a in judgement.aside), *(o.first_step for o in structure.one_sided)]
     return _OfOpened(structure, lone_rows, min((s for s in told if s is not None), default=None))

@@ -15,6 +15,7 @@ from gradtrace_analyzer.diff.difference import (
     settings_apart,
 )
 from gradtrace_analyzer.diff.links import LINK_TABLES, STATISTICS
+from gradtrace_analyzer.diff.pairing.pairs import make_judged
 from support.synthetic_runs.builder import summary_columns
 from support.synthetic_runs.differences import (
     changed,
@@ -147,17 +148,13 @@ def test_only_values_that_are_not_the_same_are_kept_and_nan_is_itself() -> None:
 
 def _judged(connection: Any, table: str) -> None:
     """The columns that a judgement adds, so that pairs are beyond their tolerance and lone rows are not."""
-    [sides] = [t.sides for t in LINK_TABLES if t.table == table]
-    for role, _ in sides:
-        connection.execute(
-            f"ALTER TABLE differing_{table} ADD COLUMN {role}_tolerance DOUBLE DEFAULT 0.25"
-        )
-    connection.execute(
-        f"ALTER TABLE differing_{table} ADD COLUMN noise VARCHAR DEFAULT 'measured';"
-        f"ALTER TABLE differing_{table} ADD COLUMN shown_by VARCHAR DEFAULT 'length';"
-        f"ALTER TABLE differing_{table} ADD COLUMN beyond BOOLEAN;"
-        f"UPDATE differing_{table} SET beyond = only_in IS NULL"
+    [of_table] = [t for t in LINK_TABLES if t.table == table]
+    tolerances = "".join(f"0.25::DOUBLE AS {role}_tolerance, " for role, _ in of_table.sides)
+    rows = (
+        f"SELECT *, {tolerances}'measured' AS noise, 'length' AS shown_by, only_in IS NULL AS beyond, "
+        f"given AS exceeds FROM kept_{table}"
     )
+    make_judged(connection, of_table, rows)
 
 
 def _objects(connection: Any, table: str) -> list[Difference]:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 
 import duckdb
 
+from gradtrace_analyzer.diff.pairing.pairs import leave_out
 from gradtrace_analyzer.failures.failed_passes import OneSidedFailure
 from gradtrace_analyzer.words.nouns import SIDES
 
@@ -91,10 +92,13 @@ def mark_code(
 def take_out(connection: duckdb.DuckDBPyConnection) -> None:
     """Take the changed code, and what follows from it alone, out of the differences."""
     for table in ("node_events", "module_calls", "gradients", "parameters"):
-        connection.execute(
-            f"DELETE FROM differing_{table} d WHERE only_in IS NOT NULL AND EXISTS (SELECT 1 FROM changed_code c "
+        leave_out(
+            connection,
+            table,
+            "changed code",
+            "only_in IS NOT NULL AND EXISTS (SELECT 1 FROM changed_code c "
             f"WHERE c.of_table = '{table}' AND c.rank = d.rank AND c.step = d.step AND c.place = d.place "
-            "AND c.only_in = d.only_in)"
+            "AND c.only_in = d.only_in)",
         )
     _forget_lone_in_groups(connection)
     _excuse_inside(connection)
@@ -104,13 +108,16 @@ def _forget_lone_in_groups(connection: duckdb.DuckDBPyConnection) -> None:
     """That an optimizer holds the parameters which one side alone has is no setting of its own."""
     known = "[x FOR x IN value_{side}_parameter_fqns IF NOT list_contains(names, x)]"
     b, c = known.format(side="b"), known.format(side="c")
-    connection.execute(
-        "DELETE FROM differing_optimizer_groups WHERE only_in IS NULL AND (rank, step, place) IN (SELECT "
-        "(rank, step, place) FROM differing_optimizer_groups, (SELECT coalesce(list(name), []) AS names FROM lone_name "
+    leave_out(
+        connection,
+        "optimizer_groups",
+        "it holds parameters that one side alone has",
+        "only_in IS NULL AND (rank, step, place) IN (SELECT (rank, step, place) FROM differing_optimizer_groups, "
+        "(SELECT coalesce(list(name), []) AS names FROM lone_name "
         f"WHERE kind = 'parameter') WHERE {b} = {c} AND value_b_parameter_fqns <> value_c_parameter_fqns "
         "AND value_b_optimizer_class IS NOT DISTINCT FROM value_c_optimizer_class "
         "AND value_b_learning_rate IS NOT DISTINCT FROM value_c_learning_rate "
-        "AND value_b_hyperparameters IS NOT DISTINCT FROM value_c_hyperparameters)"
+        "AND value_b_hyperparameters IS NOT DISTINCT FROM value_c_hyperparameters)",
     )
 
 
@@ -140,6 +147,6 @@ def _excuse_inside(connection: duckdb.DuckDBPyConnection) -> None:
         f"FROM differing_node_events d WHERE beyond AND only_in IS NULL AND {first} AND {inside}"
     )
     connection.execute(
-        "UPDATE differing_node_events d SET exceeds = false, beyond = false WHERE only_in IS NULL AND EXISTS "
+        "INSERT INTO excused SELECT d.id FROM differing_node_events d WHERE only_in IS NULL AND EXISTS "
         f"(SELECT 1 FROM other_work f WHERE f.rank = d.rank AND {same})"
     )

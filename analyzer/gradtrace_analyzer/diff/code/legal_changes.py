@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import duckdb
 
-from gradtrace_analyzer.diff.pairing.pairs import opened_places, within
+from gradtrace_analyzer.diff.pairing.pairs import leave_out, opened_places, within
 from gradtrace_analyzer.numerics.sketches import relative_error_sql
 from gradtrace_analyzer.words.nouns import SIDES
 from gradtrace_analyzer.words.numbers import counted
@@ -136,7 +136,7 @@ def divide_out_loss_scales(connection: duckdb.DuckDBPyConnection) -> list[LossSc
 
 
 def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False) -> list[SetAside]:
-    """Take rows of one side alone out of `differing_*` where they change nothing; the judgement must be written.
+    """Leave rows of one side alone out of `differing_*` where they change nothing; the judgement must be written.
 
     They do not where all gradients that the optimizer saw pair and agree in that step; where the same row is
     alone in such a step; and where they are casts or recomputed forwards (`known_only`: these alone), or lie in a
@@ -176,24 +176,23 @@ def set_aside(connection: duckdb.DuckDBPyConnection, *, known_only: bool = False
             condition = f"d.only_in IS NOT NULL AND ({known})"
         if table not in lone:
             continue
-        connection.execute(
-            f"CREATE OR REPLACE TEMP TABLE aside AS SELECT d.rowid AS id FROM differing_{table} d WHERE {condition}"
-        )
         found += [
             SetAside({"node_events": "node", "module_calls": "call"}[table], *row)
             for row in connection.execute(
-                f"SELECT {name}, only_in, count(*), min(step) FROM differing_{table} d "
-                "JOIN aside ON aside.id = d.rowid GROUP BY ALL ORDER BY count(*) DESC, 1"
+                f"SELECT {name}, only_in, count(*), min(step) FROM differing_{table} d WHERE {condition} "
+                "GROUP BY ALL ORDER BY count(*) DESC, 1"
             ).fetchall()
         ]
-        connection.execute(f"DELETE FROM differing_{table} WHERE rowid IN (SELECT id FROM aside)")
+        leave_out(connection, table, "it changes nothing", condition)
     # A group whose only difference is the kernel that computes its update.
     kernels = connection.execute(
         "SELECT count(*), min(step) FROM differing_optimizer_groups WHERE NOT exceeds"
     ).fetchone()
     if kernels is not None and kernels[0]:
         found.append(SetAside("optimizer kernel", "fused or foreach", "both", *kernels))
-        connection.execute("DELETE FROM differing_optimizer_groups WHERE NOT exceeds")
+        leave_out(
+            connection, "optimizer_groups", "another kernel of the same update", "NOT exceeds"
+        )
     return found
 
 

@@ -123,7 +123,8 @@ def differing(
         differs=" OR ".join(differs),
     )
     # What was judged of the steps that were open before is not held beside these.
-    return f"DROP TABLE IF EXISTS differing_{table.table}; {made}; {kept(table)};"
+    gone = f"DROP VIEW IF EXISTS differing_{table.table}; DROP TABLE IF EXISTS judged_{table.table}"
+    return f"{gone}; {made}; {kept(table)};"
 
 
 def kept(table: LinkTable, ignored: Collection[str] = ()) -> str:
@@ -135,13 +136,44 @@ def kept(table: LinkTable, ignored: Collection[str] = ()) -> str:
     )
 
 
+def make_judged(connection: duckdb.DuckDBPyConnection, table: LinkTable, rows: str) -> None:
+    """Make `judged_<table>` of the query of its rows, and the view `differing_<table>` of it: what differs is what was
+    judged, less what is `left_out`; a Node that is `excused` is neither beyond its tolerance nor exceeds it."""
+    name = table.table
+    connection.execute(f"CREATE OR REPLACE TEMP TABLE judged_{name} AS {rows}")
+    shown, joined = "j.*", ""
+    if name == "node_events":
+        shown += (
+            " REPLACE (j.beyond AND e.id IS NULL AS beyond, j.exceeds AND e.id IS NULL AS exceeds)"
+        )
+        joined = "LEFT JOIN excused e ON e.id = j.id"
+    connection.execute(
+        f"CREATE OR REPLACE TEMP VIEW differing_{name} AS SELECT {shown} FROM judged_{name} j {joined} "
+        f"WHERE NOT EXISTS (SELECT 1 FROM left_out l WHERE l.link_table = '{name}' AND l.id = j.id)"
+    )
+
+
+def forget_left_out(connection: duckdb.DuckDBPyConnection) -> None:
+    """Make `left_out` and `excused` anew, without rows."""
+    for name in ("left_out", "excused"):
+        derived(HERE, name).make(connection)
+
+
+def leave_out(connection: duckdb.DuckDBPyConnection, table: str, why: str, condition: str) -> int:
+    """Have `differing_<table>` go without the rows `d` for which a condition is true; how many these are."""
+    [(count,)] = connection.execute(
+        f"INSERT INTO left_out SELECT '{table}', d.id, ? FROM differing_{table} d WHERE {condition}",
+        [why],
+    ).fetchall()
+    return int(count)
+
+
 def leave_unjudged(connection: duckdb.DuckDBPyConnection) -> None:
     """Make each `differing_<table>` of what is kept, where nobody judges it: what counts as it is exceeds."""
+    forget_left_out(connection)
     for table in LINK_TABLES:
-        connection.execute(
-            f"CREATE OR REPLACE TEMP TABLE differing_{table.table} AS "
-            f"SELECT * EXCLUDE (id), given AS exceeds FROM kept_{table.table}"
-        )
+        rows = f"SELECT *, given AS beyond, given AS exceeds FROM kept_{table.table}"
+        make_judged(connection, table, rows)
 
 
 def _side(table: LinkTable, schema: str, unread: str, pairs: Collection[tuple[int, int]]) -> str:

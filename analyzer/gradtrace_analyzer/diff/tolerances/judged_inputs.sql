@@ -2,6 +2,7 @@
 -- Inputs are given, not computed: of another dtype they are rounded once.
 -- key: rank, step, only_in, place, place_c
 -- columns:
+--   id BIGINT: of the row, among those of its table
 --   writes_tolerance DOUBLE: the relative error that is allowed
 --   noise VARCHAR: null: inputs are no noise
 --   shown_by VARCHAR: null

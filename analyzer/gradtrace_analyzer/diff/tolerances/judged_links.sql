@@ -1,8 +1,9 @@
--- table: differing_{table}
+-- table: judged_{table}
 -- Of a link that computes (forward, backward, gradients, buckets, stages) the rows of kept_<table>, held against what
 -- they are allowed: `direction` as a relative error, `length` as a change of the norm beyond what came in.
 -- key: rank, step, only_in, place, place_c
 -- columns:
+--   id BIGINT: of the row, among those of its table
 --   <role>_tolerance DOUBLE: the relative error that is allowed; of a norm, where its length alone tells
 --   noise VARCHAR: measured, where the tolerance comes from repeats
 --   shown_by VARCHAR: length or steady, where that tells and not the direction

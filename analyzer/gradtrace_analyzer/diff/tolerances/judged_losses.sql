@@ -2,6 +2,7 @@
 -- A loss is one number, made from the last output: it may differ as that does.
 -- key: rank, step, only_in, place, place_c
 -- columns:
+--   id BIGINT: of the row, among those of its table
 --   noise VARCHAR: measured, where the tolerance comes from repeats
 --   shown_by VARCHAR: null
 --   given BOOLEAN: counts as it is: see paired_<table>

@@ -1,4 +1,4 @@
--- table: differing_{table}
+-- table: judged_{table}
 -- Rows that the rule has judged, held against what repeats of the baseline show instead.
 -- key: rank, step, only_in, place, place_c
 -- columns:

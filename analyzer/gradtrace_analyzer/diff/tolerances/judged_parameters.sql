@@ -4,6 +4,7 @@
 -- since counts. Buffers have no row after the optimizer: statistics are held against a far wider tolerance.
 -- key: rank, step, only_in, place, place_c
 -- columns:
+--   id BIGINT: of the row, among those of its table
 --   writes_tolerance DOUBLE: the relative error that is allowed
 --   noise VARCHAR: measured, where the tolerance comes from repeats
 --   shown_by VARCHAR: null

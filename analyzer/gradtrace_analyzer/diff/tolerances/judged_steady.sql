@@ -1,4 +1,4 @@
--- table: differing_node_events
+-- table: judged_node_events
 -- Rows that are judged, with those that lengthen by the same factor time after time told by that.
 -- key: rank, step, only_in, place, place_c
 -- columns:

@@ -1,7 +1,8 @@
--- table: differing_{table}
+-- table: judged_{table}
 -- What is no summary (an optimizer's settings) has no tolerance: it counts as it is.
 -- key: rank, step, only_in, place, place_c
 -- columns:
+--   id BIGINT: of the row, among those of its table
 --   <role>_tolerance DOUBLE: null
 --   noise VARCHAR: null
 --   shown_by VARCHAR: null

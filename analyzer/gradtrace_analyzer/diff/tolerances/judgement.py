@@ -21,7 +21,12 @@ from gradtrace_analyzer.diff.code.legal_changes import (
     set_aside,
 )
 from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable
-from gradtrace_analyzer.diff.pairing.pairs import opened_places, within
+from gradtrace_analyzer.diff.pairing.pairs import (
+    forget_left_out,
+    make_judged,
+    opened_places,
+    within,
+)
 from gradtrace_analyzer.diff.tolerances.allowances import expression
 from gradtrace_analyzer.diff.tolerances.amplification import (
     write_arriving,
@@ -86,7 +91,7 @@ class Judgement:
         self.aside: list[SetAside] = []
 
     def write(self) -> None:
-        """Make the tables `differing_<table>` of what is kept of the pairs of the steps that are open.
+        """Make `judged_<table>`, and `differing_<table>`, of what is kept of the pairs of the steps that are open.
 
         What grows over steps is measured in the open ones: a step's own parameters say how far it has drifted, so that
         no step before it is needed but for the gradients that an adaptive optimizer remembers.
@@ -107,12 +112,11 @@ class Judgement:
         if self._repeats is not None:
             self.noise = self._repeats.measure(self._connection, self._scale)
         # Parameters come first: what one table's judgement asks of another's pairs is in tables of its own by then.
+        forget_left_out(self._connection)
         for table in LINK_TABLES:
             judged = self._judged(table, is_filled=table.table in filled)
-            self._connection.execute(
-                f"CREATE OR REPLACE TEMP TABLE differing_{table.table} AS {judged};"
-                f"DROP TABLE paired_{table.table}"
-            )
+            make_judged(self._connection, table, judged)
+            self._connection.execute(f"DROP TABLE paired_{table.table}")
 
     def set_aside(self, *, known: bool) -> None:
         """Take out rows of one side alone that change nothing: of `known` kinds, or any."""
@@ -256,7 +260,7 @@ class Judgement:
         if table.table == "node_events" and is_filled:
             steady = expression("steady_factors", self._without)
             judged = derived(HERE, "judged_steady").rows(judged=judged, steady=steady)
-        return f"SELECT * EXCLUDE (id) FROM ({judged})"
+        return judged
 
     def _ruled(self, table: LinkTable) -> str:
         """The query of the rows of a table that the rule has judged."""

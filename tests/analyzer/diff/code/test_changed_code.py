@@ -48,9 +48,6 @@ def marked(
     connection = paired(a or run(), b)
     for rank, step in unjudged:
         connection.execute("INSERT INTO unjudged VALUES (?, ?)", [rank, step])
-    connection.execute(
-        "ALTER TABLE differing_node_events ADD COLUMN beyond BOOLEAN; UPDATE differing_node_events SET beyond = exceeds"
-    )
     ModelNames(connection).make_callers()
     mark_code(connection, lone, failures)
     return connection
@@ -208,10 +205,10 @@ def work(left_by: float, gave: float = 1.0) -> tuple[dict[str, list[Row]], dict[
 def is_excused(a: Rows, b: Rows, exceeding: str = "") -> bool:
     connection = marked(b, a)
     connection.execute(
-        "UPDATE differing_node_events SET exceeds = true, beyond = true WHERE only_in IS NULL"
+        "UPDATE judged_node_events SET exceeds = true, beyond = true WHERE only_in IS NULL"
     )
     if exceeding:
-        connection.execute(f"UPDATE differing_{exceeding} SET exceeds = true")
+        connection.execute(f"UPDATE judged_{exceeding} SET exceeds = true")
     take_out(connection)
     found = connection.execute(
         "SELECT bool_or(exceeds OR beyond) FROM differing_node_events WHERE only_in IS NULL"

@@ -47,7 +47,6 @@ def side(
 
 def structure(a: Rows, b: Rows, **options: Any) -> Structure:
     connection = paired(a, b)
-    connection.execute("ALTER TABLE differing_node_events ADD COLUMN beyond BOOLEAN")
     return structure_of(connection, ModelNames(connection), **options)
 
 

@@ -158,11 +158,9 @@ def aside(
     """What is set aside, and the lone Nodes that are left; `beyond` are differences beyond their tolerance."""
     connection = paired(a or anchors(), b)
     for table in LINK_TABLES:
-        connection.execute(
-            f"ALTER TABLE differing_{table.table} ADD COLUMN beyond BOOLEAN DEFAULT false"
-        )
+        connection.execute(f"UPDATE judged_{table.table} SET beyond = false")
     if beyond:
-        connection.execute(f"UPDATE differing_{beyond} SET beyond = true")
+        connection.execute(f"UPDATE judged_{beyond} SET beyond = true")
     found = set_aside(connection, known_only=known_only)
     query = "SELECT step, key_node_name FROM differing_node_events WHERE only_in IS NOT NULL ORDER BY ALL"
     return found, connection.execute(query).fetchall()

@@ -134,7 +134,7 @@ def test_open_steps_are_tallied_by_rank_point_and_step() -> None:
         {**steps, "gradients": [*each_step((0, 1), names), gradient("u", 1.0)]},
         {**steps, "gradients": each_step((0, 1), others)},
     )
-    connection.execute("UPDATE differing_gradients SET exceeds = step = 1")
+    connection.execute("UPDATE judged_gradients SET exceeds = step = 1")
     found = {(t.rank, t.point): t for t in tallied(connection)}
     assert set(found) == {(0, "local"), (1, "final")}
     local = found[0, "local"]
