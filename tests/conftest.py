@@ -69,6 +69,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         capture.end([session.config._tmp_path_factory.getbasetemp()])  # type: ignore[attr-defined]
 
 
+@pytest.fixture(autouse=True)
+def native_cache_stays() -> Iterator[None]:
+    """A test that builds the native observer for itself leaves the next ones without."""
+    before = os.environ["GRADTRACE_NATIVE_CACHE"]
+    yield
+    os.environ["GRADTRACE_NATIVE_CACHE"] = before
+
+
 @pytest.fixture(scope="module")
 def native_library() -> Iterator[None]:
     """The native observer is built, and what this module starts finds it."""

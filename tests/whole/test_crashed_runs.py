@@ -80,7 +80,7 @@ def test_two_runs_that_were_killed_alike_are_identical_until_then(runs: Path) ->
     answer, first, said = diffed(runs, "killed", "killed again")
     assert answer.verdict == "identical"
     assert first.startswith("identical until they were cut off: ")
-    assert said.startswith("Both were cut off: rank 0 died in step 1")
+    assert said.startswith("Both were cut off: rank 0 died in step 1"), said
 
 
 def test_run_that_crashed_after_its_last_step_cannot_be_called_the_same(runs: Path) -> None:

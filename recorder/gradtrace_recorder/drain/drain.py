@@ -15,10 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-# Arrow would import it with the first part, on our thread (40 ms): so many objects set off Python's collector there,
-# and with it finalizers of the job's that expect another thread. Only when it is loaded at the start are they rare.
+# Arrow would import both with the first part, on our thread (40 ms): so many objects set off Python's collector there,
+# and with it finalizers of the job's that expect another thread. Only when both are loaded at the start are they rare.
+import numpy.ma
+import numpy.typing as npt
 import pyarrow.compute  # noqa: F401
 
 from gradtrace_recorder.drain.join import Joiner

@@ -77,7 +77,12 @@ class Cover:
     @property
     def crashed_alike(self) -> bool:
         """Whether the same ranks of both sides were stopped by the same in the same step."""
-        return len(self.crashed) == 2 and len(set(self.crashes.values())) == 1
+        # Where a rank was holds times too, which are never alike.
+        told = [
+            [(crash.rank, crash.step, crash.ended) for crash in of_side]
+            for of_side in self.crashes.values()
+        ]
+        return len(self.crashed) == 2 and told[0] == told[1]
 
     @property
     def by_stage(self) -> bool:
