@@ -429,7 +429,8 @@ def public(module: ModuleType) -> set[object]:
 
 
 def test_rows_of_each_link_table_inherit_in_a_way_of_their_own() -> None:
-    """A new table is added there too, and what is there is of a table."""
+    """What is there is of a table; one that is not there inherits from anything before it."""
     assert set(INHERITING) == {table.table for table in LINK_TABLES}
-    assert set(INHERITING.values()) == public(inheriting_forward) | public(inheriting_backward)
+    ways = public(inheriting_forward) | public(inheriting_backward)
+    assert set(INHERITING.values()) == ways - {inheriting_forward.whatever}
     assert len(set(INHERITING.values())) == len(INHERITING)
