@@ -26,6 +26,7 @@ from gradtrace_recorder.drain.join import Joiner
 from gradtrace_recorder.forks import is_there
 from gradtrace_recorder.guard import Problems
 from gradtrace_recorder.journal.flight import Flight
+from gradtrace_recorder.journal.wakeup import Wakeup
 from gradtrace_recorder.journal.writer import JournalWriter
 from gradtrace_recorder.launch.claim import Claim
 from gradtrace_schemas import TABLES, layout
@@ -75,7 +76,7 @@ class Drain:
         self._problems = problems
         self._digests = Digests()
         self._next_part: collections.Counter[str] = collections.Counter()
-        self._ending = threading.Event()
+        self._ending = False
         self._end_by = 0.0
         self._failed = self._is_gone = False
         self._prepared: dict[str, npt.NDArray[Any]] | None = (
@@ -83,7 +84,7 @@ class Drain:
         )
         self._prepared_to = 0
         self._parks = False
-        self._over = threading.Event()
+        self._over = Wakeup()
         self._changing = threading.Lock()
         self._thread: object | None = None  # the one that is there and does not end
         self._ident = self._native_id = 0
@@ -129,7 +130,7 @@ class Drain:
     def finish(self, timeout: float) -> bool:
         """Drain all that is left; whether that was done within `timeout` seconds."""
         self._end_by = time.monotonic() + _END_SECONDS
-        self._ending.set()
+        self._ending = True
         self.start()  # it may be parked
         self._journal.half_is_full.set()
         return self._over.wait(timeout) and not self._failed
@@ -153,13 +154,13 @@ class Drain:
     def _is_to_go(self) -> bool:
         """Whether the thread parks: another may be started from here on."""
         with self._changing:
-            if not self._parks or self._ending.is_set():
+            if not self._parks or self._ending:
                 return False
             self._thread = None
             return True
 
     def _run(self) -> None:
-        while not (self._ending.is_set() or self._parks) and self._journal.map_ahead():
+        while not (self._ending or self._parks) and self._journal.map_ahead():
             pass  # each page that the job's threads came to first would cost them 2 us
         while True:
             # After a failure (a disk that is full for a while) the journal fills up, and says so no more.
@@ -170,7 +171,7 @@ class Drain:
             if self._is_to_go():
                 return  # what made it wake, if not this, will be found when it goes on
             self._journal.half_is_full.clear()
-            ending = self._ending.is_set()
+            ending = self._ending
             self._has_just_lost_the_directory()
             try:
                 self._join(None, 0.0)
@@ -212,7 +213,7 @@ class Drain:
     def _has_time(self, last: int, until: float) -> bool:
         """Whether records up to `last` may wait for a device for longer."""
         self._journal.beat(time.time_ns())
-        if self._ending.is_set():
+        if self._ending:
             return time.monotonic() < self._end_by
         used = self._journal.written - last
         has_room = self._flight is None and used < self._journal.half_records // 2

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from gradtrace_recorder.journal.file import new_journal_file
 from gradtrace_recorder.journal.ring import Ring
 from gradtrace_recorder.journal.thread_notes import INSIDE, NOWHERE, Place, ThreadNotes, pack_u64
+from gradtrace_recorder.journal.wakeup import Wakeup
 from gradtrace_schemas.journal import (
     DROP_KINDS,
     DROPS,
@@ -69,7 +70,7 @@ class JournalWriter(ThreadNotes):
     ) -> None:
         self.path = path
         self.half_records = half_records
-        self.half_is_full = threading.Event()
+        self.half_is_full = Wakeup()
         self.lost: collections.Counter[str] = collections.Counter()
         self._lost_steps: dict[str, tuple[int, int]] = {}
         self.texts: list[str] = []
@@ -117,9 +118,10 @@ class JournalWriter(ThreadNotes):
             self._pack[kind](self._map, offset + 8, kind, *values, number)
             pack_u64(self._map, offset, number)
             self._counts[kind] += 1
-            if number == self._next_half:
-                self._next_half += self.half_records
+            # Not by its very record alone: a signal handler may have raised in the middle of that one.
+            if number >= self._next_half:
                 self.half_is_full.set()
+                self._next_half = (number // self.half_records + 1) * self.half_records
 
     def map_ahead(self) -> bool:
         """Bring pages that no record has come to into memory, on the calling thread and not on the job's, some at a
