@@ -54,9 +54,9 @@ def counted_only(structure: Structure, aside: Sequence[SetAside], count: int) ->
     ]
 
 
-def partly_followed(alignment: JudgedRows, origins: Sequence[Origin]) -> list[str]:
+def partly_followed(judged: JudgedRows, origins: Sequence[Origin]) -> list[str]:
     """That a step holds more differences than were followed, so that what an origin hands on is counted too low."""
-    count = alignment.left_out(origins[0].step) if origins else 0
+    count = judged.left_out(origins[0].step) if origins else 0
     if not count:
         return []
     return [
@@ -64,12 +64,12 @@ def partly_followed(alignment: JudgedRows, origins: Sequence[Origin]) -> list[st
     ]
 
 
-def abandoned(alignment: JudgedRows, origins: Sequence[Origin]) -> list[str]:
+def abandoned(judged: JudgedRows, origins: Sequence[Origin]) -> list[str]:
     """That one side gave up a forward where the other went on, for what it alone has."""
     for origin in origins:
         if origin.link != "structure":
             continue
-        counts = alignment.abandoned_forwards(origin.step, origin.difference.rank)
+        counts = judged.abandoned_forwards(origin.step, origin.difference.rank)
         if counts is not None and counts[0] != counts[1]:
             before, after = (counted(n, "forward") if n else "no forward" for n in counts)
             return [
@@ -79,9 +79,9 @@ def abandoned(alignment: JudgedRows, origins: Sequence[Origin]) -> list[str]:
     return []
 
 
-def rng_notes(alignment: JudgedRows, steps: Sequence[int]) -> list[Note]:
+def rng_notes(judged: JudgedRows, steps: Sequence[int]) -> list[Note]:
     """That generators differ, and in which steps, where no difference shows it."""
-    apart = {step: ranks for step in steps if (ranks := alignment.rng_differs(step))}
+    apart = {step: ranks for step in steps if (ranks := judged.rng_differs(step))}
     if not apart:
         return []
     everyone = {rank for ranks in apart.values() for rank in ranks}

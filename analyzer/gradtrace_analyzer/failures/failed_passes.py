@@ -79,7 +79,7 @@ class OneSidedFailure(FailedPass):
 def one_sided_failures(connection: duckdb.DuckDBPyConnection) -> list[OneSidedFailure]:
     """The failures of the steps that both sides recorded, in the order of steps and ranks.
 
-    The connection must hold `baseline`, `candidate` and `common`, as `Alignment` leaves them.
+    The connection must hold `baseline`, `candidate` and `common`, as a comparison makes them.
     """
     both = "SEMI JOIN common USING (rank, step)"
     by_side = {side: failed_passes(connection, f"{side}.", both) for side in SIDES}

@@ -58,18 +58,18 @@ def steps(*rows: Row) -> dict[str, list[Row]]:
     return {"steps": [{"step": n, **row} for n, row in enumerate(rows)], "module_calls": calls}
 
 
-def alignment(a: list[Row], b: list[Row]) -> Any:
+def judged(a: list[Row], b: list[Row]) -> Any:
     return judged_rows(views(steps(*a), steps(*b)))
 
 
 def test_generators_that_differ_where_nothing_shows_it_are_told() -> None:
     a, b = [{"rng_fingerprint": 1}] * 3, [{"rng_fingerprint": n} for n in (1, 2, 2)]
-    [note] = rng_notes(alignment(a, b), [0, 1, 2])
+    [note] = rng_notes(judged(a, b), [0, 1, 2])
     assert note_sentence(note, Wording()) == (
         "The random generators stand elsewhere at the beginning of steps 1-2 (rank 0); nothing that was compared "
         "shows it."
     )
-    assert rng_notes(alignment(a, b), [0]) == rng_notes(alignment(a, a), [0, 1, 2]) == []
+    assert rng_notes(judged(a, b), [0]) == rng_notes(judged(a, a), [0, 1, 2]) == []
 
 
 def origin(link: str, step: int = 0) -> Origin:
@@ -88,7 +88,7 @@ def origin(link: str, step: int = 0) -> Origin:
 def test_forward_that_one_side_gave_up_is_told_where_a_side_lacks_something(
     counts: tuple[int, int], said: str | None
 ) -> None:
-    found = alignment(*([{"abandoned_forwards": n}] for n in counts))
+    found = judged(*([{"abandoned_forwards": n}] for n in counts))
     expected = [] if said is None else [f"In that step, rank 0 {said}"]
     assert abandoned(found, [origin("forward"), origin("structure")]) == expected
     assert abandoned(found, [origin("forward")]) == []

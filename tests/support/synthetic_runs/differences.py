@@ -23,11 +23,11 @@ from gradtrace_analyzer.diff.names.likely_renames import Naming
 from gradtrace_analyzer.diff.origin import Origin
 from gradtrace_analyzer.diff.origins.step_reader import StepReader
 from gradtrace_analyzer.diff.pairing.pairs import (
-    differing,
     kept,
     leave_unjudged,
     opened,
     opened_places,
+    pairing_of,
     seen,
 )
 from gradtrace_analyzer.diff.pairing.run_pair import RunPair
@@ -288,7 +288,7 @@ def paired(
     held = {*baseline, *(baseline if candidate is None else candidate)}
     for table in LINK_TABLES:
         if table.table in held:  # the others are as empty as they are: that saves most of the time
-            connection.execute(differing(table, "", places, is_alike=is_alike))
+            connection.execute(pairing_of(table, "", places, is_alike=is_alike))
     leave_unjudged(connection)
     return connection
 
@@ -299,7 +299,7 @@ def _empty_differences() -> str:
     made = []
     with contextlib.closing(started({})) as connection:
         for table in LINK_TABLES:
-            connection.execute(differing(table, "", []))
+            connection.execute(pairing_of(table, "", []))
             types = connection.execute(f"DESCRIBE paired_{table.table}").fetchall()
             columns = ", ".join(f"{name} {type}" for name, type, *_ in types)
             made += [f"CREATE TEMP TABLE paired_{table.table} ({columns})", kept(table)]

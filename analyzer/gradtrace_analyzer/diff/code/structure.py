@@ -124,7 +124,7 @@ def structure_of(
 ) -> Structure:
     """What one side alone has; the rows of changed code are taken out of `differing_node_events` and the like.
 
-    Reads what `StepOpener` has made: `common`, `unjudged` and the tables of differences. Rows that one side alone
+    Reads what `opening` has made: `common`, `unjudged` and the tables of differences. Rows that one side alone
     has are known of the opened steps; those of modules and parameters of all. Where all steps that may differ are open
     and no name is known to be of one side alone (`proves_names`), rows that all pair prove that there is none.
     """

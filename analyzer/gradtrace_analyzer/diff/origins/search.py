@@ -33,7 +33,7 @@ class StepSearch:
 
     def __init__(
         self,
-        alignment: JudgedRows,
+        judged: JudgedRows,
         here: StepReader,
         failures: Sequence[OneSidedFailure],
         steps: Sequence[int],
@@ -43,25 +43,25 @@ class StepSearch:
     ) -> None:
         """`steps` are all that both sides recorded; `joins` say which origins are one."""
         self._joins = joins
-        step, structure = here.step, alignment.structure
-        self._alignment = alignment
+        step, structure = here.step, judged.structure
+        self._judged = judged
         self._here = here
         self._exceeding = exceeding
-        differences = alignment.differences_at(step)
+        differences = judged.differences_at(step)
         apart = CodeSplit(differences, [])
         # Compiled code computes the same within rounding: what differs by more does not follow from it.
         if any(not entry.is_compiled for entry in structure.code):
             apart = split_by_code(
                 differences,
                 structure,
-                alignment.rng_differs(step),
+                judged.rng_differs(step),
                 exceeding=exceeding,
                 is_proven=any(earlier < step for earlier in steps),
             )
         self._differences = apart.others
         self._edges = here.stage_edges()
         self._modules = {
-            d.rank: alignment.module_fqns(step, d.rank, d.key["root"])
+            d.rank: judged.module_fqns(step, d.rank, d.key["root"])
             for d in _module_calls(self._differences)
         }
         forwards = any(d.table in ("inputs", "module_calls") for d in self._differences)
@@ -69,7 +69,7 @@ class StepSearch:
         failed = {f.rank: f for f in reversed(failures) if f.step == step}
         self._of_code: list[CodeOrigin] = []
         if apart.following and not apart.others and not failed:
-            changed = alignment.first_changed(step)
+            changed = judged.first_changed(step)
             self._of_code = [
                 origin_of_code(structure, apart.following, changed, exceeding=exceeding)
             ]
@@ -77,7 +77,7 @@ class StepSearch:
         self._first_origins = first_origins(
             self._rows,
             # Parameters that one side alone has took random numbers: that the generators differ is no news.
-            () if structure.has_parameters else alignment.rng_to_blame(step),
+            () if structure.has_parameters else judged.rng_to_blame(step),
             self._modules,
             exceeding=exceeding,
             failures=failed,
@@ -106,7 +106,7 @@ class StepSearch:
             return [*self._of_code], []
         step = self._here.step
         # A generator that stood elsewhere when the next step began may have been disturbed in this one.
-        disturbed = self._alignment.rng_differs(step) | self._alignment.rng_differs(step + 1)
+        disturbed = self._judged.rng_differs(step) | self._judged.rng_differs(step + 1)
         dataflow = self._here.dataflow(self._rows)
         origins, inherited = independent(
             self._first_origins,

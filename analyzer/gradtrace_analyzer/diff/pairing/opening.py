@@ -9,7 +9,7 @@ import duckdb
 
 from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.diff.pairing.occurrences import forget_numbers, realign
-from gradtrace_analyzer.diff.pairing.pairs import differing, opened, place_among
+from gradtrace_analyzer.diff.pairing.pairs import opened, pairing_of, place_among
 from gradtrace_analyzer.diff.pairing.step_index import StepIndex
 from gradtrace_analyzer.diff.pairing.suspect_steps import PROVEN, RankStep
 from gradtrace_analyzer.diff.scope.configuration import recorded_alike
@@ -42,7 +42,7 @@ def open_steps(
     connection.execute(opened(places))
     is_alike = recorded_alike(index.pair.runs)
     for table in LINK_TABLES:
-        make = differing(
+        make = pairing_of(
             table,
             index.unread_sql(table.table),
             _apart_in(table, index, places),

@@ -1,9 +1,9 @@
 """The SQL that pairs the rows of two runs and keeps the pairs that differ.
 
 It runs on a connection with the schemas `baseline` and `candidate`. What it leaves are temporary tables, each a .sql
-file here that says what it holds: `seen`, `common`, `step_start`, and one `paired_<table>` for each link table, which
-nobody writes to afterwards. `kept_<table>` is a view of what is not ignored (`ignored_rows`), with its row's number as
-`id`; the judgement makes `differing_<table>` of it.
+file here that says what it holds: `seen`, `common`, `step_start`, and one `paired_<table>` for each link table.
+`kept_<table>` is a view of what is not ignored (`ignored_rows`), with its row's number as `id`. The judgement makes
+`judged_<table>` of it, by `make_judged`, and `differing_<table>` is a view of that, without what is `left_out`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _numbers(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def differing(
+def pairing_of(
     table: LinkTable, unread: str, pairs: Collection[tuple[int, int]], *, is_alike: bool = True
 ) -> str:
     """Statements that make `paired_<table>`, pairs that differ and rows without partner; and the view `kept_` of it.

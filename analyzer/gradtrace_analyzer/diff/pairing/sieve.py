@@ -2,12 +2,12 @@
 
 Where two runs differ in their last bits everywhere, every row of both must be read, but few of them must be looked
 at. Here each rank's parts are read a row group at a time, and rows are paired by their place in the step: the
-pairing proper (`pairing.py`) gives the same where all keys agree, which is checked. A step in which they do not is
+pairing proper (`pairs`) gives the same where all keys agree, which is checked. A step in which they do not is
 `unpaired` and left to it; so is one with summaries that are not whole. What is held in memory is two row groups of
 each side per thread, however many steps there are.
 
-The judgement is that of `pairing.differing`, on arrays: a step is told of as beyond tolerance here before it is
-opened there, and the spread over steps that are never opened is counted here.
+What may be beyond its tolerance is told by the least that a rule allows (`lower_bound`), on arrays: a step is proposed
+here before it is opened there, and the spread over steps that are never opened is counted here.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from gradtrace_analyzer.diff.links import LINK_TABLES, link_of
 from gradtrace_analyzer.diff.pairing.opening import name_places
-from gradtrace_analyzer.diff.pairing.pairs import differing, other_values, within
+from gradtrace_analyzer.diff.pairing.pairs import other_values, pairing_of, within
 from gradtrace_analyzer.diff.pairing.step_index import StepIndex, portions
 from gradtrace_analyzer.diff.pairing.suspect_steps import RankStep
 from gradtrace_analyzer.diff.pairing.tally import SieveResult, Tally, tallied
@@ -168,7 +168,7 @@ def _values_apart(
         )
         for table in tables:
             own = [place for place in portion if place in apart[table.table]]
-            make = differing(table, index.unread_sql(table.table), own, is_alike=is_alike)
+            make = pairing_of(table, index.unread_sql(table.table), own, is_alike=is_alike)
             connection.execute(make)
         # A loss is judged where its step is open: here by what it is allowed at least.
         least = f"{lower_bound.forward(lower_bound.unit)!r}::DOUBLE"

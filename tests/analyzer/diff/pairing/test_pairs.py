@@ -9,10 +9,10 @@ import pytest
 
 from gradtrace_analyzer.diff.links import LINK_TABLES, LinkTable
 from gradtrace_analyzer.diff.pairing.pairs import (
-    differing,
     opened,
     opened_places,
     other_values,
+    pairing_of,
     place_among,
     seen,
     within,
@@ -199,7 +199,7 @@ def test_norms_that_were_added_up_otherwise_may_lie_a_little_apart(
     ]
     new[5]["abs_max"] *= 1 + 1e-7  # what is the largest does not hang on the order
     connection = started({"steps": [{}], "gradients": old}, {"steps": [{}], "gradients": new})
-    connection.execute(differing(link_table("gradients"), "", [(0, 0)], is_alike=is_alike))
+    connection.execute(pairing_of(link_table("gradients"), "", [(0, 0)], is_alike=is_alike))
     found = connection.execute("SELECT key_parameter_fqn FROM paired_gradients ORDER BY 1")
     assert [name for (name,) in found.fetchall()] == apart
 
@@ -233,9 +233,9 @@ def test_ranks_whose_rows_were_lost_and_nodes_under_way_are_left_out() -> None:
         "steps": [{}, {"rank": 1}, {"rank": 2}],
     }
     connection = started(rows, {"steps": rows["steps"]})
-    connection.execute(differing(link_table("node_events"), "", [(1, 0), (2, 0)]))
+    connection.execute(pairing_of(link_table("node_events"), "", [(1, 0), (2, 0)]))
     assert connection.execute("SELECT rank FROM paired_node_events").fetchall() == [(1,)]
-    connection.execute(differing(link_table("node_events"), "0, 1", [(1, 0), (2, 0)]))
+    connection.execute(pairing_of(link_table("node_events"), "0, 1", [(1, 0), (2, 0)]))
     assert connection.execute("SELECT rank FROM paired_node_events").fetchall() == []
 
 
@@ -265,7 +265,7 @@ def test_setting_counts_where_it_is_more_than_another_way_to_compute_the_same() 
         side((0.1, plain), (0.1, plain), (0.1, fused), (0.1, fused)),
         side((0.1, plain), (0.2, plain), (0.1, plain), (0.1, other)),
     )
-    connection.execute(differing(link_table("optimizer_groups"), "", [(0, 0)]))
+    connection.execute(pairing_of(link_table("optimizer_groups"), "", [(0, 0)]))
     found = connection.execute("SELECT key_group_index, given FROM paired_optimizer_groups")
     assert sorted(found.fetchall()) == [(1, True), (2, False), (3, True)]
 
@@ -278,14 +278,14 @@ def test_pass_without_ddp_is_no_other_pass() -> None:
         }
 
     connection = started(side("sync", "sync", "sync"), side("sync", "no_sync", None))
-    connection.execute(differing(link_table("backward_passes"), "", [(0, 0)]))
+    connection.execute(pairing_of(link_table("backward_passes"), "", [(0, 0)]))
     found = connection.execute("SELECT key_backward_index FROM paired_backward_passes")
     assert found.fetchall() == [(1,)]
 
 
 def test_loss_that_differs_does_not_exceed_by_itself_and_has_a_relative_error() -> None:
     connection = started(passes(0.5), passes(2.0))
-    connection.execute(differing(link_table("backward_passes"), "", [(0, 0)]))
+    connection.execute(pairing_of(link_table("backward_passes"), "", [(0, 0)]))
     found = connection.execute("SELECT given, error FROM paired_backward_passes").fetchall()
     assert found == [(False, 0.75)]
 

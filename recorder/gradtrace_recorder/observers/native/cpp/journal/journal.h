@@ -1,7 +1,7 @@
 // The mapped journal as every thread writes it, Python's calls and hooks without the GIL alike; nothing here knows
 // Python or torch. What lies where in the file is made from gradtrace_schemas/journal.py (record_layouts.h); where its parts
 // begin, and how many records there are, is said once, and held against the length of the map. The file and its strings
-// stay with gradtrace_recorder/journal.py.
+// stay with gradtrace_recorder/journal/writer.py.
 //
 // What several threads share lies under one lock, but for Event, which has its own, and what is atomic. Whoever holds the
 // lock runs code of this file alone: none of Python's, and nothing that waits for the GIL.

@@ -1,4 +1,4 @@
-// Which steps a journal keeps, where it keeps the newest alone: the same as gradtrace_recorder/ring.py, for threads
+// Which steps a journal keeps, where it keeps the newest alone: the same as gradtrace_recorder/journal/ring.py, for threads
 // without the GIL. Part of journal.h. All of it lies under the journal's lock.
 #pragma once
 

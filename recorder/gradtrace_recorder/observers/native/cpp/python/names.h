@@ -135,7 +135,7 @@ void forget_the_dead(Settings& settings) {
   settings.most_leaves = 2 * leaves.size() + kFewestLeaves;
 }
 
-// Where `Names` (gradtrace_recorder/naming.py) says that a tensor is held, and what its Node is called; it has proved
+// Where `Names` (gradtrace_recorder/state/naming.py) says that a tensor is held, and what its Node is called; it has proved
 // nothing yet. Null where that is not known, or with an exception set.
 const LeafPlace* place_of(Settings& settings, PyObject* variable, PyObject* places, PyObject* leaf) {
   const auto found = settings.leaf_places.find(variable);
